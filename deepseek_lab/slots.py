@@ -141,7 +141,7 @@ class _Layered(dict):
 
 
 def lab_home() -> Path:
-    """Where a learner's work is kept: `$DEEPSEEK_LAB_HOME`, else `.lab` beside the nearest pyproject.toml, else here."""
+    """A learner's work: `$DEEPSEEK_LAB_HOME`, else `.lab` beside the nearest pyproject.toml, else `.lab` here."""
     if home := os.environ.get("DEEPSEEK_LAB_HOME"):
         return Path(home)
     here = Path.cwd()
