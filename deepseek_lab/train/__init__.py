@@ -1,0 +1,1 @@
+"""The trainer: configuration, loop, optimizer, metrics, checkpoints."""

@@ -1,0 +1,1 @@
+"""Drawings from recorded events and plans."""
