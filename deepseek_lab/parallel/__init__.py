@@ -1,0 +1,1 @@
+"""Plans that turn a serial model into a sharded one, and the communication they need."""
