@@ -1,0 +1,67 @@
+"""What a rank really sent: every operation of torch.distributed, also those that bypass our own door.
+
+Graders count traffic, and a grader that trusts the meter of `parallel.collectives` can be walked around.  All
+collectives and messages of torch.distributed pass torch's dispatcher as operations named `c10d::...`; a dispatch mode
+sees them there, whatever name they were called by, in forward and in backward.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deepseek_lab.parallel import meter
+
+# torch's name -> (the usual name, which argument holds what is sent)
+_NAMES = {
+    "allreduce_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "allgather_": ("all_gather", 1),
+    "_allgather_base_": ("all_gather", 1),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "recv_any_source_": ("recv", 0),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation: its name, the bytes handed over, and whether it went through `parallel.collectives`."""
+
+    op: str
+    payload_bytes: int
+    our_door: bool
+
+
+@contextmanager
+def wiretap() -> Iterator[list[Call]]:
+    """Collect this rank's operations inside the block, in order: `with wiretap() as calls: ...`."""
+    tap = _Tap()
+    with tap:
+        yield tap.calls
+
+
+class _Tap(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            torch_name = func.name().partition("::")[2].partition(".")[0]
+            op, payload = _NAMES.get(torch_name, (torch_name, 0))
+            leaves = tree_leaves(args[payload]) if len(args) > payload else []
+            n_bytes = sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
+            self.calls.append(Call(op, n_bytes, meter.inside_operation()))
+        return func(*args, **(kwargs or {}))
