@@ -2,6 +2,8 @@
 
 from deepseek_lab.learn.exercises import check, exercise, hint, reveal
 from deepseek_lab.learn.progress import progress
+from deepseek_lab.learn.ranks import RankError, run_ranks
 from deepseek_lab.learn.verdict import Verdict
+from deepseek_lab.parallel.collectives import Link, record
 
-__all__ = ["Verdict", "check", "exercise", "hint", "progress", "reveal"]
+__all__ = ["Link", "RankError", "Verdict", "check", "exercise", "hint", "progress", "record", "reveal", "run_ranks"]
