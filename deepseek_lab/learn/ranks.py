@@ -88,7 +88,7 @@ def run_ranks(fn, world_size, *args, timeout=30.0, link=None, overrides=None, **
     """Run `fn(*args, **kwargs)` on `world_size` ranks and return the list of their results, in rank order.
 
     Each rank is a process of its own with torch.distributed initialised (gloo on the CPU; NCCL as well when there
-    are that many GPUs), one thread for tensor operations, and torch's default seed.  `fn` may be defined in a
+    are that many GPUs), one thread for tensor operations, and `torch.manual_seed(0)` done.  `fn` may be defined in a
     cell; it and its arguments are copied to each rank, and what it returns is copied back.  Its prints appear
     here, each line labelled with its rank.
 
@@ -463,6 +463,7 @@ def _rank_main(world, folder, channel, prints):
 
 def _join(rank, world_size, backend, timeout_s, folder):
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # a cell prints the same when it is run again
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
