@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepseek_lab import slots
-from deepseek_lab.learn import progress as keeping
+from deepseek_lab.learn.progress import note_attempt, note_hint, note_reveal
+from deepseek_lab.learn.ranks import RankError
 from deepseek_lab.learn.verdict import OPEN, Verdict, card
 
 Grader = Callable[[Callable[..., Any]], Verdict]
@@ -115,7 +116,7 @@ def check(candidate: Any) -> Verdict:
     else:
         verdict = task.judge(mine)
         if verdict.written:
-            keeping.note_attempt(task.number, verdict.passed)
+            note_attempt(task.number, verdict.passed)
         if verdict.passed:
             slots.save_mine(task.path, mine, source_of(mine) or "")
     if os.environ.get("DEEPSEEK_LAB_STRICT") == "1" and not verdict.passed:
@@ -197,7 +198,7 @@ def hint(which: Any, n: int = 1) -> "Folded":
         last = f"That was the last hint. reveal({task.number!r}) shows the package's own function."
     if not 1 <= n <= len(hints):
         raise ValueError(f"{name} has {len(hints)} hints; asked for hint {n}")
-    keeping.note_hint(name, n)
+    note_hint(name, n)
     return Folded([(f"Hint {i} of {len(hints)}", text) for i, text in enumerate(hints, 1)][n - 1 :], last)
 
 
@@ -227,7 +228,7 @@ def _inline(text: str) -> str:
 def reveal(which: Any) -> "Source":
     """The package's own function: the solution.  Noted in your progress, without any consequence."""
     task = find(which)
-    keeping.note_reveal(task.number)
+    note_reveal(task.number)
     return Source(source_of(slots.original(task.path)) or "", task.path)
 
 
@@ -250,12 +251,13 @@ def _not_yet(task: Exercise, summary: str) -> Verdict:
 
 def _raised(error: Exception) -> Verdict:
     """A verdict on code that raised: the message, and the lines of it that are the learner's."""
-    if isinstance(error, NotImplementedError):
-        return Verdict(False, f"A part is still to be written: {error}", written=False)
+    cause = error.cause if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+    if "NotImplementedError: Exercise" in cause:
+        return Verdict(False, "A part of it is still to be written.", written=False)
+    if isinstance(error, RankError):  # it carries its own account: the rank, its traceback, where the others wait
+        cause, _, account = str(error).partition("\n\n")
+        return Verdict(False, f"{cause[:1].upper()}{cause[1:]}.", detail=account)
     frames = traceback.extract_tb(error.__traceback__)
     mine = [f for f in frames if "ipykernel" in f.filename or f.filename.startswith("<")]
     lines = [f"line {f.lineno} of {f.name}: {f.line}" for f in mine]
-    name = type(error).__name__
-    if name == "RankError":  # it carries its own account: the rank, its traceback, where the others wait
-        return Verdict(False, "A rank raised while it ran your function.", detail=str(error))
-    return Verdict(False, f"It raised {name}: {error}", detail="\n".join(lines))
+    return Verdict(False, f"It raised {type(error).__name__}: {error}", detail="\n".join(lines))

@@ -69,13 +69,19 @@ def wrong(summary: str, misconception: str | None = None, rows: Iterable[Row] = 
 def distance(got: Any, expected: Any) -> float:
     """‖got - expected‖₂ / ‖expected‖₂ in fp64; absolute where `expected` is zero, infinite where shapes differ."""
     try:
-        a, b = (torch.as_tensor(x).detach().to("cpu", torch.float64) for x in (got, expected))
+        a, b = (_in_fp64(x) for x in (got, expected))
     except (TypeError, ValueError, RuntimeError):
         return float("inf")
     if a.shape != b.shape or not bool(torch.isfinite(a).all()):
         return float("inf")
     size = float(torch.linalg.vector_norm(b))
     return float(torch.linalg.vector_norm(a - b)) / (size or 1.0)
+
+
+def _in_fp64(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64)  # Python's floats would otherwise lose half their digits
 
 
 def close(got: Any, expected: Any, tolerance: float = 1e-9) -> bool:

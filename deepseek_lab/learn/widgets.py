@@ -62,7 +62,8 @@ def claims_table(chapter: str | None = None, *, settled_only: bool = False) -> H
         rows = [r for r in rows if r["verdict"]]
     cell = "padding:4px 12px 4px 0;text-align:left;vertical-align:top"
     head = "".join(f'<th style="{cell}">{h}</th>' for h in ("", "chapter", "claim", "verdict", "measured"))
-    body = "".join(f"<tr>{''.join(f'<td style="{cell}">{x}</td>' for x in _claim_cells(r))}</tr>" for r in rows)
+    cells = ("".join(f'<td style="{cell}">{x}</td>' for x in _claim_cells(row)) for row in rows)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
     table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     lines = [f"{r['id']:<4} {r['verdict'] or 'open'}: {r['claim']} {r['measured']}".rstrip() for r in rows]
     return Html(f'<table class="lab-claims" style="border-collapse:collapse">{table}</table>', "\n".join(lines))

@@ -57,6 +57,10 @@ class _Tap(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler first: three seconds in every rank, and nothing is compiled here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             torch_name = func.name().partition("::")[2].partition(".")[0]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import matplotlib as mpl
+from cycler import cycler
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -19,11 +20,11 @@ TONES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 INK = "#808080"
 DOTS_PER_INCH = 100  # on the page; stored at twice that, for sharp screens
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
-    "axes.prop_cycle": mpl.cycler(color=TONES),
+    "axes.prop_cycle": cycler(color=TONES),
     **dict.fromkeys(["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"], INK),
     "axes.titlecolor": INK,
     "axes.titlesize": "medium",
