@@ -113,12 +113,12 @@ class Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
         ctx.save_for_backward(inverse_N)
-        return x_ND[order_N]
+        return x_ND.index_select(0, order_N)
 
     @staticmethod
     def backward(ctx, g_ND: Tensor) -> tuple[Tensor, None, None]:
         (inverse_N,) = ctx.saved_tensors
-        return g_ND[inverse_N], None, None
+        return g_ND.index_select(0, inverse_N), None, None
 
 
 def grouped_linear(x_ND: Tensor, w_EFD: Tensor, counts_E: Tensor) -> Tensor:

@@ -21,10 +21,12 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin: (T, d/2), the cosine and sine of each position's angles.
 
     Returns:
-        (..., T, d): pair (a, b) becomes (a cos - b sin, a sin + b cos).
+        (..., T, d) in the dtype of `x`: pair (a, b) becomes (a cos - b sin, a sin + b cos), which is the complex
+        product (a + ib)(cos + i sin).  Half precisions are rotated in fp32.
     """
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    pairs = torch.view_as_complex(wide.contiguous())
+    return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x.dtype)
 
 
 def rope_tables(config: DeepSeekConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,13 @@ class DeepSeekModel(nn.Module):
     def forward(
         self, input_ids: Tensor, doc_ids: Tensor | None = None, caches: list[LatentCache] | None = None
     ) -> Tensor:
-        """Logits (B, T, V) for the token after each of `input_ids` (B, T).
+        """Logits (B, T, V) for the token after each of `input_ids` (B, T); the arguments are those of `hidden`."""
+        return self.lm_head(self.hidden(input_ids, doc_ids, caches))
+
+    def hidden(
+        self, input_ids: Tensor, doc_ids: Tensor | None = None, caches: list[LatentCache] | None = None
+    ) -> Tensor:
+        """What the output head reads, (B, T, D).
 
         Args:
             doc_ids: (B, T), the document of each token; attention then never crosses from one to another.
@@ -90,11 +96,20 @@ class DeepSeekModel(nn.Module):
         past = len(caches[0]) if caches else 0
         x_BTD = self.embed_tokens(input_ids)
         positions_T = torch.arange(past, past + T, device=input_ids.device)
-        tables = rope.rope_tables(self.config, positions_T, x_BTD.dtype)
+        tables = rope.rope_tables(self.config, positions_T, torch.promote_types(x_BTD.dtype, torch.float32))
         mask_B1TT = None if doc_ids is None else document_mask(doc_ids)
         for layer, block in enumerate(self.layers):
             x_BTD = block(x_BTD, tables, mask_B1TT, caches[layer] if caches else None)
-        return self.lm_head(self.norm(x_BTD))
+        return self.norm(x_BTD)
+
+    def loss_sum(
+        self, input_ids: Tensor, labels: Tensor, doc_ids: Tensor | None = None, label_smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Summed cross-entropy of `labels` (B, T), nats, and how many of them counted: what the trainer minimises.
+
+        The same numbers as `loss.cross_entropy_sum(model(input_ids), labels)`, without ever holding all logits.
+        """
+        return loss.head_loss_sum(self.hidden(input_ids, doc_ids), self.lm_head.weight, labels, label_smoothing)
 
     def loss(self, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Mean cross-entropy, nats, over the labels that are not -100; zero when there are none."""
