@@ -1,0 +1,240 @@
+"""The training loop: one step is one global batch, whatever the layout.
+
+Each rank takes its rows of the batch in micro-batches.  How many tokens count in the *global* batch is agreed upon
+before the first backward, so that every micro-batch's loss is divided by that number, gradients only have to be added
+up, and no split of the batch over ranks or passes changes what a step learns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from deepseek_lab.data import batches
+from deepseek_lab.data.batches import Batch
+from deepseek_lab.data.tokens import TokenFile
+from deepseek_lab.model import DeepSeekModel
+from deepseek_lab.parallel import collectives, data_parallel
+from deepseek_lab.parallel.mesh import Mesh
+from deepseek_lab.plan import flops
+from deepseek_lab.train import checkpoint, metrics, optim, schedule
+from deepseek_lab.train.config import RunConfig
+
+
+class Trainer:
+    """A model, its optimizer and its data on this rank; `fit` trains, evaluates and saves.
+
+    Args:
+        tokens: the "train" and "val" streams.
+        out: the run's folder; checkpoints go to `out/checkpoints`.
+        reporter: told of every finished step (rank 0 only); see `train.report`.
+    """
+
+    def __init__(
+        self, config: RunConfig, tokens: dict[Any, TokenFile], mesh: Mesh, accelerator: Accelerator, out: Path
+    ):
+        self.config, self.tokens, self.mesh, self.accelerator = config, tokens, mesh, accelerator
+        self.checkpoints = out / "checkpoints"
+        self.device = accelerator.device
+        dtype = torch.float64 if config.precision == "fp64" else torch.float32
+        self.model = DeepSeekModel(config.model, seed=config.train.seed).to(self.device, dtype)
+        self.optimizer = optim.build_optimizer(self.model, config.optim)
+        self.steps_done = 0
+        self.interrupted = False
+        self.flops_per_token = flops.flops_per_token(config.model, config.data.seq_len)
+        collectives.barrier(mesh.dp_group)
+        peak = torch.tensor([metrics.peak_flops_per_s(self.device, config.precision)], device=self.device)
+        self.peak_flops_per_s = collectives.all_reduce(peak, mesh.dp_group).item()
+
+    # --- one step ---------------------------------------------------------------------------------------------
+
+    def batch(self, step: int) -> Batch:
+        train, data, mesh = self.config.train, self.config.data, self.mesh
+        return batches.train_batch(
+            self.tokens["train"],
+            seed=train.seed,
+            step=step,
+            global_batch_size=train.global_batch_size,
+            seq_len=data.seq_len,
+            rank=mesh.dp_rank,
+            size=mesh.dp_size,
+        )
+
+    def step(self, batch: Batch, n_tokens: int) -> dict[str, float]:
+        """Learn from this rank's `batch`, of a global batch in which `n_tokens` labels count."""
+        config, group = self.config, self.mesh.dp_group
+        lr = schedule.warmup_cosine(
+            self.steps_done,
+            peak=config.optim.lr,
+            floor=config.optim.min_lr,
+            warmup_steps=config.optim.warmup_steps,
+            total_steps=config.train.steps,
+        )
+        optim.set_learning_rate(self.optimizer, lr)
+        self.optimizer.zero_grad(set_to_none=True)
+        my_loss_sum, my_n_tokens = self.backward(batch, n_tokens)
+        data_parallel.all_reduce_gradients(self.model.parameters(), group)
+        grad_norm = optim.clip_gradients(self.model, config.optim.clip_norm)
+        self.optimizer.step()
+        optim.balance_experts(self.model, config.train.router_bias_rate, group)
+        self.steps_done += 1
+        loss = data_parallel.global_token_mean(my_loss_sum, my_n_tokens, group)
+        return {"step": self.steps_done, "loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr}
+
+    def backward(self, batch: Batch, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the gradient of (sum of my token losses) / `n_tokens`, pass by pass; return that sum and its count."""
+        self.model.train()
+        loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
+        count = torch.zeros((), device=self.device, dtype=torch.int64)
+        for micro in self.micro_batches(batch):
+            micro_loss_sum, micro_count = self.loss_sum(micro, self.config.train.label_smoothing)
+            (micro_loss_sum / n_tokens).backward()
+            loss_sum += micro_loss_sum.detach()
+            count += micro_count
+        return loss_sum, count
+
+    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        size = self.config.train.micro_batch_size
+        parts = (batch.input_ids.split(size), batch.labels.split(size), batch.doc_ids.split(size))
+        for input_ids, labels, doc_ids in zip(*parts, strict=True):
+            yield Batch(input_ids.to(self.device), labels.to(self.device), doc_ids.to(self.device))
+
+    def loss_sum(self, batch: Batch, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        doc_ids = batch.doc_ids if self.config.data.document_mask else None
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            return self.model.loss_sum(batch.input_ids, batch.labels, doc_ids, label_smoothing)
+
+    # --- evaluation and saving --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss and bits per byte over the whole validation text, end-of-text tokens paid for."""
+        self.model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches.val_batches(
+            self.tokens["val"],
+            seq_len=self.config.data.seq_len,
+            batch_size=self.config.train.micro_batch_size,
+            rank=self.mesh.dp_rank,
+            size=self.mesh.dp_size,
+        ):
+            for micro in self.micro_batches(batch):
+                totals += torch.stack([part.double() for part in self.loss_sum(micro)])
+        loss_sum, count = collectives.all_reduce(totals, self.mesh.dp_group).tolist()
+        bits_per_byte = loss_sum / math.log(2) / self.tokens["val"].n_bytes
+        return {"val_loss": loss_sum / count, "val_bits_per_byte": bits_per_byte}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to go on as if it had never stopped."""
+        config, train = self.config, self.tokens["train"]
+        return {
+            "model": config.model.to_dict(),
+            "precision": config.precision,
+            "text": f"{train.n_tokens} tokens of {train.n_bytes} bytes",
+            "tokenizer": train.tokenizer,
+            "data.seq_len": config.data.seq_len,
+            "data.document_mask": config.data.document_mask,
+            "optim.name": config.optim.name,
+            "train.seed": config.train.seed,
+            "train.global_batch_size": config.train.global_batch_size,
+        }
+
+    def save(self) -> Path:
+        return checkpoint.save(
+            self.checkpoints,
+            self.steps_done,
+            checkpoint.state_tensors(self.model, self.optimizer),
+            {"fingerprint": self.fingerprint(), "config": self.config.to_dict()},
+            keep=self.config.train.keep_checkpoints,
+            group=self.mesh.dp_group,
+        )
+
+    def resume(self) -> list[str]:
+        """Go on from the newest good checkpoint; returns why newer ones were passed over.
+
+        Raises:
+            checkpoint.CheckpointError: when there is none to go on from.
+        """
+        # One rank looks and all follow, so that no two ranks can go on from different steps.
+        chosen: tuple[Any, list[str]] = (None, [])
+        if self.mesh.dp_rank == 0:
+            chosen = checkpoint.latest(self.checkpoints, self.fingerprint())
+        found, refused = collectives.all_gather_object(chosen, self.mesh.dp_group)[0]
+        if found is None:
+            reasons = "".join(f"\n  {reason}" for reason in refused) or " it is empty"
+            raise checkpoint.CheckpointError(f"nothing to resume from in {self.checkpoints}:{reasons}")
+        checkpoint.load_state(found, self.model, self.optimizer)
+        self.steps_done = found.step
+        return refused
+
+    # --- the run ----------------------------------------------------------------------------------------------
+
+    def fit(self) -> Iterator[dict[str, float]]:
+        """Train to the last step, yielding each step's metrics; saves on the way, at the end and when told to stop.
+
+        Ends early, with `interrupted` set, on Ctrl-C or SIGTERM to any rank and at `train.stop_at`.
+        """
+        train = self.config.train
+        with _signals() as stop:
+            while self.steps_done < train.steps:
+                started = time.perf_counter()
+                batch = self.batch(self.steps_done)
+                n_tokens, stopping = self.agree(int((batch.labels != batches.IGNORE).sum()), stop.requested)
+                if stopping:
+                    self.interrupted = True
+                    break
+                values = self.step(batch, n_tokens)
+                seconds = time.perf_counter() - started
+                values |= {"seconds": seconds, "tokens": n_tokens, "tokens_per_s": n_tokens / seconds}
+                values["mfu"] = flops.mfu(values["tokens_per_s"], self.flops_per_token, self.peak_flops_per_s)
+                last = self.steps_done == train.steps
+                if last or _due(train.eval_every, self.steps_done):
+                    values |= self.evaluate()
+                yield values
+                if not last and _due(train.checkpoint_every, self.steps_done):
+                    self.save()
+                if self.steps_done == train.stop_at and not last:
+                    self.interrupted = True
+                    break
+            self.save()
+
+    def agree(self, my_n_tokens: int, stop: bool) -> tuple[int, bool]:
+        """Over all ranks, in one message: how many labels count, and whether any rank was told to stop."""
+        totals = torch.tensor([my_n_tokens, int(stop)], dtype=torch.float64, device=self.device)
+        n_tokens, stops = collectives.all_reduce(totals, self.mesh.dp_group).tolist()
+        return int(n_tokens), stops > 0
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+class _Stop:
+    requested = False
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Stop]:
+    """Turn the first Ctrl-C or SIGTERM into a request; a second Ctrl-C ends the process at once."""
+    stop = _Stop()
+
+    def request(number: int, _: Any) -> None:
+        stop.requested = True
+        signal.signal(number, before[number])
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, request)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

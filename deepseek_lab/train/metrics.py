@@ -1,0 +1,70 @@
+"""What a run writes down: one JSON object a step, a summary, and what the hardware could do at most."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepseek_lab.plan import flops
+
+PEAK_SIZE = 1024  # side of the square matrices of the measurement
+PEAK_SECONDS = 0.3
+
+
+class MetricsFile:
+    """`metrics.jsonl`: floats are written so that reading gives the same float back (17 digits).
+
+    A run that goes on after `steps_done` steps first drops the lines of later steps, which a stop may have left.
+    """
+
+    def __init__(self, path: Path, steps_done: int = 0):
+        kept = [line for line in read_metrics(path) if line["step"] <= steps_done] if path.exists() else []
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(partial, path)
+        self._stream = path.open("a")
+
+    def write(self, values: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(values) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The objects of a `metrics.jsonl`; a last line cut short by a crash is left out."""
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def peak_flops_per_s(device: torch.device, precision: str) -> float:
+    """What this rank's device can do at most, FLOP/s: the data sheet's dense figure, or else the best matmul seen.
+
+    On a CPU all ranks should measure at the same time, since they share the cores.
+    """
+    if device.type == "cuda":
+        known = flops.peak_of(torch.cuda.get_device_name(device), precision)
+        if known:
+            return known
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
+    a = torch.randn(PEAK_SIZE, PEAK_SIZE, device=device, dtype=dtype)
+    b, out = torch.randn_like(a), torch.empty_like(a)
+    best, started = float("inf"), time.perf_counter()
+    while time.perf_counter() - started < PEAK_SECONDS or best == float("inf"):
+        before = time.perf_counter()
+        torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - before)
+    return 2 * PEAK_SIZE**3 / best

@@ -1,0 +1,64 @@
+"""The optimizer, the bound on its gradients, and the balance of the experts: what happens after backward."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepseek_lab.model import DeepSeekModel
+from deepseek_lab.parallel import collectives
+from deepseek_lab.train.config import OptimConfig
+
+
+def build_optimizer(model: DeepSeekModel, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with weight decay on matrices only, or plain SGD.
+
+    Norm weights, the only vectors, keep their size: decaying a scale towards zero shrinks the signal, not the function.
+    """
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def clip_gradients(model: DeepSeekModel, max_norm: float) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them), and return the norm before.
+
+    The norm is over every parameter once, of gradients already added up over the ranks, so that all ranks see the same.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+    if max_norm:
+        scale = (max_norm / norm).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale)
+    return norm
+
+
+@torch.no_grad()
+def balance_experts(model: DeepSeekModel, rate: float, group: dist.ProcessGroup | None) -> None:
+    """Once a step, lower the bias of experts visited more than average by `rate`, and raise that of the others.
+
+    Auxiliary-loss-free balancing (Wang et al., arXiv 2408.15664, algorithm 1).  The visits are those of the global
+    batch, so that the bias does not depend on how it was split; all routers share one all-reduce.
+    """
+    routers = [router for router in model.routers().values() if hasattr(router, "e_score_correction_bias")]
+    if not routers:
+        return
+    visits_LE = torch.stack([router.visits_E for router in routers])
+    collectives.all_reduce(visits_LE, group)
+    for router, visits_E in zip(routers, visits_LE, strict=True):
+        error_E = visits_E.double().mean() - visits_E
+        router.e_score_correction_bias += rate * error_E.sign().to(router.e_score_correction_bias.dtype)
+        router.visits_E.zero_()

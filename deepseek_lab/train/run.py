@@ -1,0 +1,106 @@
+"""A run from start to end on this rank: set up, train, report.
+
+`Accelerator` gives the process group, the device and the trackers; the model is never handed to its `prepare`, which
+would wrap it in a data parallelism of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from deepseek_lab import slots
+from deepseek_lab.data.baselines import baselines
+from deepseek_lab.data.batches import rows_per_epoch
+from deepseek_lab.data.corpus import load_corpus
+from deepseek_lab.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from deepseek_lab.data.tokens import prepare
+from deepseek_lab.model import generate
+from deepseek_lab.parallel import collectives
+from deepseek_lab.parallel.mesh import build_mesh
+from deepseek_lab.train.checkpoint import CheckpointError
+from deepseek_lab.train.config import RunConfig
+from deepseek_lab.train.loop import Trainer
+from deepseek_lab.train.report import Reporter
+
+PROMPTS = {"en": "In the beginning", "zh": "要插入"}
+SAMPLE_TOKENS = 48
+REFUSE_SECONDS = 3
+
+
+def run(config: RunConfig, out: Path, *, resume: bool = False, mine: bool = False) -> int:
+    """Train as `config` says, writing to `out`; returns the exit status, 0 also after a clean interrupt."""
+    try:
+        if (out / "metrics.jsonl").exists() and not resume:
+            raise ValueError(f"{out} already holds a run; add --resume to go on with it, or give another --out")
+        learners = slots.load_mine() if mine else {}
+        slots.fill(learners)
+        accelerator = start(out)
+        corpus = load_corpus(config.data.source)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        check_vocab(tokenizer, config.model.vocab_size)
+        tokens = prepare(corpus, tokenizer)
+        rows_per_epoch(tokens["train"], config.data.seq_len)
+        mesh = build_mesh(config.parallel, accelerator.device.type)
+        collectives.set_algorithm(config.parallel.collectives)
+    except (ValueError, OSError, RuntimeError) as error:
+        return refuse(error)
+    trainer = Trainer(config, tokens, mesh, accelerator, out)
+    if resume:
+        try:
+            refused = trainer.resume()
+        except CheckpointError as error:
+            return refuse(error)
+        for reason in refused if accelerator.is_main_process else []:
+            print(f"passed over {reason}")
+    if accelerator.is_main_process:
+        reporter = Reporter(trainer, out, mine=sorted(learners))
+        reporter.follow(trainer.fit())
+        reporter.finish(baselines(corpus, tokens), samples(trainer, tokenizer))
+    else:
+        for _ in trainer.fit():
+            pass
+    accelerator.end_training()
+    return 0
+
+
+def samples(trainer: Trainer, tokenizer: Tokenizer) -> dict[str, str]:
+    """What the model writes after a few words in each language."""
+    written = {}
+    for language, prompt in PROMPTS.items():
+        ids = tokenizer.encode(prompt)
+        new = generate.stream(trainer.model, ids, max_new_tokens=SAMPLE_TOKENS, eos_id=tokenizer.eot_id)
+        written[language] = tokenizer.decode([*ids, *new])
+    return written
+
+
+def start(out: Path) -> Accelerator:
+    """The process group and device that the launcher asked for.
+
+    Raises:
+        RuntimeError: when `accelerate` did not form the group that was launched, so that ranks would train alone.
+    """
+    tracker = "tensorboard" if importlib.util.find_spec("tensorboard") else None
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=tracker, project_dir=out)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != launched:
+        raise RuntimeError(
+            f"{launched} processes were launched, but accelerate formed a group of {accelerator.num_processes}; "
+            f"launch with --config_file configs/accelerate/cpu.yaml (distributed_type: MULTI_GPU), or with --multi_gpu"
+        )
+    return accelerator
+
+
+def refuse(error: Exception) -> int:
+    """Say why nothing starts, once, and return the exit status for it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(REFUSE_SECONDS)  # the launcher ends all ranks with the first, and rank 0 must have spoken by then
+    return 2
