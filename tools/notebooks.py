@@ -42,7 +42,7 @@ from deepseek_lab.learn.exercises import Exercise
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = re.compile(r"^exercise:\s*(\S+)$")
-COMPARED = re.compile(r"^# NBVAL_CHECK_OUTPUT\n", re.MULTILINE)  # only the solution has outputs to compare with
+COMPARED = re.compile(r"^# NBVAL_CHECK_OUTPUT\n", re.MULTILINE)  # a comment or a tag; only solutions have outputs
 
 
 class Refused(Exception):
@@ -84,9 +84,10 @@ def read_chapter(source: Path) -> list[Cell]:
             key = task.path
         else:
             full = stub = key = node.source
-        tags = [tag for tag in node.metadata.get("tags", []) if not tag.startswith("nbval")]
         kind = "markdown" if node.cell_type == "markdown" else "code"
-        cells.append(Cell(kind, full, COMPARED.sub("", stub), _cell_id(kind, key, used_ids), tags))
+        cells.append(
+            Cell(kind, full, COMPARED.sub("", stub), _cell_id(kind, key, used_ids), node.metadata.get("tags", []))
+        )
     _refuse_gaps(chapter, done, cells, source.name)
     return cells
 
@@ -237,8 +238,9 @@ def assemble(cells: list[Cell], *, full: bool) -> NotebookNode:
     for cell in cells:
         make = nbformat.v4.new_markdown_cell if cell.kind == "markdown" else nbformat.v4.new_code_cell
         node = make(cell.full if full else cell.stub, id=cell.id)
-        if cell.tags:
-            node.metadata["tags"] = cell.tags
+        tags = [tag for tag in cell.tags if full or not tag.startswith("nbval")]
+        if tags:
+            node.metadata["tags"] = tags
         notebook.cells.append(node)
     if full:
         notebook.metadata["deepseek_lab"] = {"outputs_of": digest(notebook)}
@@ -272,7 +274,12 @@ def execute(notebook: NotebookNode, name: str, *, strict: bool = True, seconds: 
     with tempfile.TemporaryDirectory() as home:
         env = {**os.environ, "DEEPSEEK_LAB_HOME": home, "DEEPSEEK_LAB_STRICT": str(int(strict)), "PYTHONHASHSEED": "0"}
         where = {"metadata": {"path": str(ROOT / "solutions")}}
-        options: dict[str, Any] = {"record_timing": False, "store_widget_state": False, "resources": where}
+        options: dict[str, Any] = {
+            "record_timing": False,
+            "store_widget_state": False,
+            "coalesce_streams": True,
+            "resources": where,
+        }
         client = NotebookClient(notebook, timeout=seconds, kernel_name="python3", **options)
         try:
             client.execute(env=env)

@@ -51,22 +51,32 @@ def cost_box(*, minutes: float, ranks: int, memory: str, at_scale: str, before: 
     return Html(card(table, OPEN, "lab-cost"), "\n".join(f"{k + ':':<13}{v}" for k, v in facts))
 
 
-def claims_table(chapter: str | None = None, *, settled_only: bool = False) -> Html:
+def claims_table(chapter: str | None = None) -> Html:
     """The claims that the course tests, with verdict, the number measured and the command that prints it.
 
     `chapter` such as "01" keeps those of one chapter.  Read from docs/claims.csv (id, chapter, claim, verdict,
-    measured, command); a claim without a verdict is open.  Raises FileNotFoundError outside of a checkout.
+    measured, command); a claim without a verdict is open, and open ones are folded away when there are many.
+    Raises FileNotFoundError outside of a checkout.
     """
     rows = [r for r in read_claims() if chapter is None or chapter in _numbers(r["chapter"])]
-    if settled_only:
-        rows = [r for r in rows if r["verdict"]]
-    cell = "padding:4px 12px 4px 0;text-align:left;vertical-align:top"
-    head = "".join(f'<th style="{cell}">{h}</th>' for h in ("", "chapter", "claim", "verdict", "measured"))
-    cells = ("".join(f'<td style="{cell}">{x}</td>' for x in _claim_cells(row)) for row in rows)
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    settled, still_open = [r for r in rows if r["verdict"]], [r for r in rows if not r["verdict"]]
+    count = f"{len(rows)} claims: {len(settled)} settled, {len(still_open)} open"
+    page = [f'<div class="lab-claims"><b>{count}</b>']
+    if settled or len(rows) <= 6:
+        page.append(_claims(settled or rows, ("", "chapter", "claim", "verdict", "measured")))
+    if still_open and (settled or len(rows) > 6):
+        fold = '<summary style="cursor:pointer">those still open</summary>'
+        page.append(f'<details style="margin:6px 0">{fold}{_claims(still_open, ("", "chapter", "claim"))}</details>')
     lines = [f"{r['id']:<4} {r['verdict'] or 'open'}: {r['claim']} {r['measured']}".rstrip() for r in rows]
-    return Html(f'<table class="lab-claims" style="border-collapse:collapse">{table}</table>', "\n".join(lines))
+    return Html("".join([*page, "</div>"]), "\n".join([count, *lines]))
+
+
+def _claims(rows: list[dict[str, str]], columns: tuple[str, ...]) -> str:
+    cell = "padding:4px 14px 4px 0;text-align:left;vertical-align:top"
+    head = "".join(f'<th style="{cell}">{name}</th>' for name in columns)
+    lines = ("".join(f'<td style="{cell}">{x}</td>' for x in _claim_cells(row)[: len(columns)]) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table style="border-collapse:collapse"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def read_claims(file: Path | None = None) -> list[dict[str, str]]:
@@ -128,5 +138,6 @@ def slider_figure(
         slider.style.description_width, slider.layout.width = "13em", "34em"
         slider.observe(redraw, names="value")
     live = ipywidgets.VBox([image, *sliders.values()])
-    bundle = {**live._repr_mimebundle_(), "image/png": base64.b64encode(first).decode()}
+    words = f"a figure with sliders for {', '.join(sliders)}"
+    bundle = {**live._repr_mimebundle_(), "image/png": base64.b64encode(first).decode(), "text/plain": words}
     display(bundle, raw=True, metadata={"image/png": {"width": width}})

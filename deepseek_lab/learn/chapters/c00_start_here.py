@@ -85,6 +85,25 @@ def _why_wrong(means: list[float], expected: float) -> tuple[str, str | None]:
     return "The ranks do not have the mean loss per token of all ranks.", None
 
 
+# What the chapter shows besides
+
+
+def log_the_loss() -> None:
+    """The puzzle 0-bug, run on each rank: only rank 0 asks for the number, since only rank 0 prints it."""
+    loss_sum = torch.tensor(LOSS_SUMS[dist.get_rank()], dtype=torch.float64)
+    if dist.get_rank() == 0:
+        print(f"loss {data_parallel.global_token_mean(loss_sum, N_TOKENS[0]):.4f}")
+
+
+HINTS = {
+    "0-bug": (
+        "Look at what each rank was doing when the time was up. Who waits, and for whom?",
+        "An all-reduce is complete only when every rank of its group has called it.",
+        "`log_the_loss` calls `global_token_mean` on rank 0 alone, because only rank 0 prints. The cure: all ranks "
+        "call it, and rank 0 prints what comes out. This is the most common hang in real training code.",
+    ),
+}
+
 EXERCISES = (
     Exercise(
         number="0.1",
