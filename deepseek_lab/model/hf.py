@@ -1,7 +1,7 @@
 """Weights and configuration to and from the published Hugging Face layout (`config.json` and safetensors).
 
-The published checkpoints store every expert's three matrices apart and prefix the decoder with `model.`; here the
-experts of a layer are stacked, with gate above up.  Nothing else differs.
+The published checkpoints store every expert's matrices apart and prefix the decoder with `model.`; here the experts
+of a layer are stacked.  Nothing else differs.
 """
 
 from __future__ import annotations
@@ -75,28 +75,18 @@ def to_hf_state(model: DeepSeekModel) -> dict[str, Tensor]:
         if name == "lm_head.weight":
             if not model.config.tie_word_embeddings:
                 state[name] = tensor
-        elif name.endswith(".experts.gate_up_proj"):
-            for expert, matrix in enumerate(tensor):
-                gate, up = matrix.chunk(2)
-                prefix = f"model.{name.removesuffix('gate_up_proj')}{expert}"
-                state[f"{prefix}.gate_proj.weight"], state[f"{prefix}.up_proj.weight"] = gate, up
-        elif name.endswith(".experts.down_proj"):
-            for expert, matrix in enumerate(tensor):
-                state[f"model.{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = matrix
         else:
-            state[f"model.{name}"] = tensor
+            names = hf_names(name, model.config.n_routed_experts)
+            state |= zip(names, tensor if tensor.dim() == 3 else [tensor], strict=True)
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
 def hf_names(name: str, n_experts: int) -> list[str]:
-    """The published tensors that make up our tensor `name`: one, or one or two for each expert."""
-    if name == "lm_head.weight":
-        return [name]
-    stem, _, last = name.rpartition(".")
-    if not stem.endswith(".experts"):
-        return [f"model.{name}"]
-    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-    return [f"model.{stem}.{expert}.{part}.weight" for expert in range(n_experts) for part in parts]
+    """The published tensors that make up our tensor `name`: one, or one for each expert."""
+    stem, _, matrix = name.rpartition(".")
+    if stem.endswith(".experts"):
+        return [f"model.{stem}.{expert}.{matrix}.weight" for expert in range(n_experts)]
+    return [name if name == "lm_head.weight" else f"model.{name}"]
 
 
 def save(model: DeepSeekModel, folder: Path) -> None:
@@ -129,7 +119,7 @@ def load(cls: type[DeepSeekModel], folder: Path) -> DeepSeekModel:
             if hf_name not in tensors:
                 raise ValueError(f"{folder}: the weights lack {hf_name}, which config.json asks for")
             pieces.append(tensors.pop(hf_name))
-        joined = pieces[0] if len(pieces) == 1 and target.dim() < 3 else torch.cat(pieces).view(target.shape)
+        joined = torch.stack(pieces) if target.dim() == 3 else pieces[0]
         if joined.shape != target.shape:
             raise ValueError(
                 f"{folder}: {name} has shape {tuple(joined.shape)}, config.json asks for {tuple(target.shape)}"

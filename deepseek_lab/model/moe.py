@@ -4,7 +4,7 @@ Data flow, with N = T · K visits of tokens to experts:
     scores_TE   = router(x_TD)                      how well each expert suits each token
     index_TK    = the K best experts of each token  (biased, and limited to the best groups)
     x_ND        = the tokens, sorted by expert      so that each expert sees one contiguous block
-    y_ND        = experts(x_ND, counts_E)           two grouped matmuls
+    y_ND        = experts(x_ND, counts_E)           three grouped matmuls
     y_TD        = Σ_K weight_TK · y of that visit, plus the shared experts, which every token visits
 """
 
@@ -23,6 +23,9 @@ class Router(nn.Module):
     and lowered for busy ones, it balances the load without an auxiliary loss (arXiv 2408.15664).  `visits_E` counts
     the visits seen in training, for whoever adjusts that bias once an optimizer step.
     """
+
+    e_score_correction_bias: Tensor
+    visits_E: Tensor
 
     def __init__(self, config: DeepSeekConfig):
         super().__init__()
@@ -68,12 +71,14 @@ class Experts(nn.Module):
     def __init__(self, config: DeepSeekConfig):
         super().__init__()
         E, F_, D = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F_, D))
+        self.gate_proj = nn.Parameter(torch.empty(E, F_, D))
+        self.up_proj = nn.Parameter(torch.empty(E, F_, D))
         self.down_proj = nn.Parameter(torch.empty(E, D, F_))
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Apply expert 0 to the first counts[0] rows, expert 1 to the next counts[1], …; (N, D) to (N, D)."""
-        gate_NF, up_NF = grouped_linear(x_ND, self.gate_up_proj, counts_E).chunk(2, dim=-1)
+        gate_NF = grouped_linear(x_ND, self.gate_proj, counts_E)
+        up_NF = grouped_linear(x_ND, self.up_proj, counts_E)
         return grouped_linear(F.silu(gate_NF) * up_NF, self.down_proj, counts_E)
 
 

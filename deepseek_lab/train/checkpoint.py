@@ -42,7 +42,7 @@ class Checkpoint:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor, from all shards."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for file in self.files:
             with safe_open(self.folder / file, framework="pt") as reader:
                 found |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118

@@ -162,7 +162,7 @@ def load(path: str | Path | None = None, overrides: dict[str, str] | None = None
     return _build(RunConfig, values, "")
 
 
-def known_keys(cls: type = RunConfig, prefix: str = "") -> list[str]:
+def known_keys(cls: Any = RunConfig, prefix: str = "") -> list[str]:
     """Every dotted key that a configuration may set."""
     keys = []
     for name, kind in _fields(cls).items():

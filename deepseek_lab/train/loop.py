@@ -228,7 +228,7 @@ def _signals() -> Iterator[_Stop]:
 
     def request(number: int, _: Any) -> None:
         stop.requested = True
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:

@@ -13,8 +13,11 @@ from deepseek_lab.viz import theme
 class Text(Protocol):
     """As much of a token file as the drawing needs."""
 
-    n_tokens: int
-    n_bytes: int
+    @property
+    def n_tokens(self) -> int: ...
+
+    @property
+    def n_bytes(self) -> int: ...
 
 
 def draw_loss(lines: list[dict[str, Any]], text: Text, baselines: dict[str, float]) -> Figure:
