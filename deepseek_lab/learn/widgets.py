@@ -16,7 +16,7 @@ from IPython.display import Image, display
 from matplotlib.figure import Figure
 
 from deepseek_lab.learn.verdict import OPEN, PASSED, WRONG, card
-from deepseek_lab.viz import theme
+from deepseek_lab.viz import theme, traffic
 
 
 class Html:
@@ -110,6 +110,11 @@ def show_figure(figure: Figure) -> None:
     """Show a figure made with `viz.theme.figure`, sharp, and readable on dark and light pages."""
     width = int(figure.get_figwidth() * theme.DOTS_PER_INCH)
     display(Image(theme.png(figure), format="png", width=width))
+
+
+def show_traffic(traces: traffic.Traces) -> None:
+    """Show who sent how much to whom: `traces` are the `record()`s that ranks returned (viz.traffic.draw_traffic)."""
+    show_figure(traffic.draw_traffic(traces))
 
 
 def slider_figure(
