@@ -151,6 +151,7 @@ class _Team:
         (self.folder / "call").write_bytes(call)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= self.world_size else "gloo"
         _start_server()
+        _busy_teams.add(self)
         for rank in range(self.world_size):
             (self.folder / f"note-{rank}").write_bytes(bytes(meter.NOTE_BYTES))
             channel, rank_channel = multiprocessing.Pipe()
@@ -300,6 +301,7 @@ class _Team:
             rank.channel.close()
             rank.prints.close()
             rank.process.close()
+        _busy_teams.discard(self)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._print()
 
@@ -386,6 +388,7 @@ def _alive(pid):
 
 _starting = threading.RLock()
 _loaded_sources: object = None
+_busy_teams: set[object] = set()
 
 
 def _start_server():
@@ -402,8 +405,8 @@ def _start_server():
             server.ensure_running = lambda: None  # we are a rank: use our own server, where CPython starts a second
             return
         sources = _sources()
-        if _loaded_sources not in (None, sources) and hasattr(server, "_stop"):
-            server._stop()  # it holds old code
+        if _loaded_sources not in (None, sources) and not _busy_teams and hasattr(server, "_stop"):
+            server._stop()  # it holds old code; this waits for the ranks that it has forked, so only when there are none
         forkserver.set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
         _loaded_sources = sources

@@ -345,6 +345,19 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
     assert not list(Path(tempfile.gettempdir()).glob(f"deepseek_lab-{parent.pid}-*"))
 
 
+@pytest.mark.skipif(ranks.METHOD != "forkserver", reason="spawned ranks load everything anew")
+def test_an_edited_source_is_loaded_anew(monkeypatch):
+    def server():
+        return run_ranks(os.getppid, 1)[0]
+
+    before = server()
+    assert server() == before
+    monkeypatch.setattr(ranks, "_sources", lambda: "edited")
+    after = server()
+    assert after != before
+    assert server() == after
+
+
 def test_folders_of_dead_processes_are_swept():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
