@@ -406,7 +406,7 @@ def _start_server():
             return
         sources = _sources()
         if _loaded_sources not in (None, sources) and not _busy_teams and hasattr(server, "_stop"):
-            server._stop()  # it holds old code; this waits for the ranks that it has forked, so only when there are none
+            server._stop()  # it holds old code; this waits for all ranks that it forked
         forkserver.set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
         _loaded_sources = sources
