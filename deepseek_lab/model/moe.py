@@ -4,8 +4,8 @@ Data flow, with N = T · K visits of tokens to experts:
     scores_TE   = router(x_TD)                      how well each expert suits each token
     index_TK    = the K best experts of each token  (biased, and limited to the best groups)
     x_ND        = the tokens, sorted by expert      so that each expert sees one contiguous block
-    y_ND        = experts(x_ND, counts_E)           three grouped matmuls
-    y_TD        = Σ_K weight_TK · y of that visit, plus the shared experts, which every token visits
+    y_ND        = experts(x_ND, weight_N)           each block through its expert, weighted
+    y_TD        = the sum of each token's visits, plus the shared experts, which every token visits
 """
 
 import torch
@@ -75,11 +75,15 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(E, F_, D))
         self.down_proj = nn.Parameter(torch.empty(E, D, F_))
 
-    def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Apply expert 0 to the first counts[0] rows, expert 1 to the next counts[1], …; (N, D) to (N, D)."""
-        gate_NF = grouped_linear(x_ND, self.gate_proj, counts_E)
-        up_NF = grouped_linear(x_ND, self.up_proj, counts_E)
-        return grouped_linear(F.silu(gate_NF) * up_NF, self.down_proj, counts_E)
+    def forward(self, x_ND: Tensor, weight_N: Tensor, counts_E: Tensor) -> Tensor:
+        """Apply expert 0 to the first counts[0] rows, expert 1 to the next counts[1], …, and weigh row n by weight[n].
+
+        Under autocast, as linear layers do, in the narrower type.
+        """
+        inputs: tuple[Tensor, ...] = (x_ND, weight_N.to(x_ND.dtype), self.gate_proj, self.up_proj, self.down_proj)
+        if torch.is_autocast_enabled(x_ND.device.type):
+            inputs = tuple(t.to(torch.get_autocast_dtype(x_ND.device.type)) for t in inputs)
+        return GroupedSwiGLU.apply(*inputs, counts_E)
 
 
 class MoE(nn.Module):
@@ -95,72 +99,101 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_TD = x_BTD.flatten(0, -2)
         weight_TK, index_TK = self.gate(x_TD)
-        K = index_TK.shape[1]
-        counts_E = index_TK.flatten().bincount(minlength=self.gate.weight.shape[0])
+        index_N = index_TK.flatten()
+        counts_E = index_N.bincount(minlength=self.gate.weight.shape[0])
         if self.training and torch.is_grad_enabled():
             self.gate.visits_E += counts_E
         # Stable, so that the order inside a block, and with it every rounding, is the tokens' own.
-        order_N = index_TK.flatten().argsort(stable=True)
-        inverse_N = torch.empty_like(order_N)
-        inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-        x_ND = Permute.apply(x_TD.repeat_interleave(K, dim=0), order_N, inverse_N)
-        y_ND = self.experts(x_ND, counts_E)
-        y_TKD = Permute.apply(y_ND, inverse_N, order_N).unflatten(0, (-1, K))
-        y_TD = (weight_TK[:, None].to(y_TKD.dtype) @ y_TKD).squeeze(1)
+        order_N = index_N.argsort(stable=True)
+        x_ND = Dispatch.apply(x_TD, order_N, index_TK.shape[1])
+        y_ND = self.experts(x_ND, weight_TK.flatten().index_select(0, order_N), counts_E)
+        y_TD = Combine.apply(y_ND, order_N, index_TK.shape[1])
         if hasattr(self, "shared_experts"):
             y_TD = y_TD + self.shared_experts(x_TD)
         return y_TD.view_as(x_BTD)
 
 
-class Permute(torch.autograd.Function):
-    """x[order]; its gradient is g[inverse], a read where plain indexing would scatter and add."""
+def copy_to_experts(x_TD: Tensor, order_N: Tensor, k: int) -> Tensor:
+    """Row n of the result is the token of visit `order[n]`, visits being numbered token by token, `k` each."""
+    return x_TD.index_select(0, order_N // k)
+
+
+def sum_from_experts(y_ND: Tensor, order_N: Tensor, k: int) -> Tensor:
+    """For every token the sum of its `k` visits: the transpose of `copy_to_experts`, by reads and no scattered adds."""
+    inverse_N = torch.empty_like(order_N)
+    inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    return y_ND.index_select(0, inverse_N).unflatten(0, (-1, k)).sum(dim=1)
+
+
+class Dispatch(torch.autograd.Function):
+    """`copy_to_experts`, whose gradient is `sum_from_experts`."""
 
     @staticmethod
-    def forward(ctx, x_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_N)
-        return x_ND.index_select(0, order_N)
+    def forward(ctx, x_TD: Tensor, order_N: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order_N)
+        ctx.k = k
+        return copy_to_experts(x_TD, order_N, k)
 
     @staticmethod
     def backward(ctx, g_ND: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_N,) = ctx.saved_tensors
-        return g_ND.index_select(0, inverse_N), None, None
+        (order_N,) = ctx.saved_tensors
+        return sum_from_experts(g_ND, order_N, ctx.k), None, None
 
 
-def grouped_linear(x_ND: Tensor, w_EFD: Tensor, counts_E: Tensor) -> Tensor:
-    """y = x @ w[e].T over consecutive blocks of rows, block e of `counts_E[e]` rows: (N, D) to (N, F).
+class Combine(torch.autograd.Function):
+    """`sum_from_experts`, whose gradient is `copy_to_experts`."""
 
-    An expert without tokens does nothing, and gets a gradient of zeros.  Under autocast, as `F.linear`, in the
-    narrower type.
+    @staticmethod
+    def forward(ctx, y_ND: Tensor, order_N: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order_N)
+        ctx.k = k
+        return sum_from_experts(y_ND, order_N, k)
+
+    @staticmethod
+    def backward(ctx, g_TD: Tensor) -> tuple[Tensor, None, None]:
+        (order_N,) = ctx.saved_tensors
+        return copy_to_experts(g_TD, order_N, ctx.k), None, None
+
+
+class GroupedSwiGLU(torch.autograd.Function):
+    """y = down_e((silu(gate_e x) · up_e x) · weight), expert e on its own block of rows, one block after the other.
+
+    A block's intermediate values stay in cache from matmul to matmul, and only x, gate x and up x are kept for
+    backward, which works the rest out again.  An expert without rows gets a gradient of zeros.
     """
-    if torch.is_autocast_enabled(x_ND.device.type):
-        narrow = torch.get_autocast_dtype(x_ND.device.type)
-        x_ND, w_EFD = x_ND.to(narrow), w_EFD.to(narrow)
-    return GroupedLinear.apply(x_ND, w_EFD, counts_E)
-
-
-class GroupedLinear(torch.autograd.Function):
-    """The matmuls of `grouped_linear`, each written straight into its block of one output."""
 
     @staticmethod
-    def forward(ctx, x_ND: Tensor, w_EFD: Tensor, counts_E: Tensor) -> Tensor:
+    def forward(ctx, x_ND, weight_N, gate_EFD, up_EFD, down_EDF, counts_E: Tensor) -> Tensor:
         counts = counts_E.tolist()
-        ctx.save_for_backward(x_ND, w_EFD)
+        g_NF = x_ND.new_empty(x_ND.shape[0], gate_EFD.shape[1])
+        u_NF, y_ND = torch.empty_like(g_NF), torch.empty_like(x_ND)
+        blocks = (t.split(counts) for t in (x_ND, weight_N[:, None], g_NF, u_NF, y_ND))
+        for e, (x, weight, g, u, y) in enumerate(zip(*blocks, strict=True)):
+            torch.mm(x, gate_EFD[e].T, out=g)
+            torch.mm(x, up_EFD[e].T, out=u)
+            h = F.silu(g).mul_(u).mul_(weight)
+            torch.mm(h, down_EDF[e].T, out=y)
+        ctx.save_for_backward(x_ND, weight_N, gate_EFD, up_EFD, down_EDF, g_NF, u_NF)
         ctx.counts = counts
-        y_NF = x_ND.new_empty(x_ND.shape[0], w_EFD.shape[1])
-        for x, y, w_FD in zip(x_ND.split(counts), y_NF.split(counts), w_EFD, strict=True):
-            torch.mm(x, w_FD.T, out=y)
-        return y_NF
+        return y_ND
 
     @staticmethod
-    def backward(ctx, g_NF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_ND, w_EFD = ctx.saved_tensors
-        g_NF = g_NF.contiguous()
-        dx_ND = torch.empty_like(x_ND) if ctx.needs_input_grad[0] else None
-        dw_EFD = torch.empty_like(w_EFD) if ctx.needs_input_grad[1] else None
-        if dx_ND is not None:
-            for g, dx, w_FD in zip(g_NF.split(ctx.counts), dx_ND.split(ctx.counts), w_EFD, strict=True):
-                torch.mm(g, w_FD, out=dx)
-        if dw_EFD is not None:
-            for g, x, dw_FD in zip(g_NF.split(ctx.counts), x_ND.split(ctx.counts), dw_EFD, strict=True):
-                torch.mm(g.T, x, out=dw_FD)
-        return dx_ND, dw_EFD, None
+    def backward(ctx, dy_ND: Tensor):
+        x_ND, weight_N, gate_EFD, up_EFD, down_EDF, g_NF, u_NF = ctx.saved_tensors
+        dx_ND, dweight_N = torch.empty_like(x_ND), torch.empty_like(weight_N)
+        dgate_EFD, dup_EFD, ddown_EDF = (torch.empty_like(w) for w in (gate_EFD, up_EFD, down_EDF))
+        rows = (x_ND, weight_N[:, None], g_NF, u_NF, dy_ND.contiguous(), dx_ND, dweight_N)
+        blocks = (t.split(ctx.counts) for t in rows)
+        for e, (x, weight, g, u, dy, dx, dweight) in enumerate(zip(*blocks, strict=True)):
+            s = F.silu(g)
+            h = s * u
+            dh = dy @ down_EDF[e]  # of h · weight
+            torch.sum(dh * h, dim=1, out=dweight)
+            torch.mm(dy.T, h.mul_(weight), out=ddown_EDF[e])
+            dh.mul_(weight)
+            du = s.mul_(dh)
+            dg = torch.ops.aten.silu_backward(dh.mul_(u), g)
+            torch.mm(dg.T, x, out=dgate_EFD[e])
+            torch.mm(du.T, x, out=dup_EFD[e])
+            torch.mm(dg, gate_EFD[e], out=dx).addmm_(du, up_EFD[e])
+        return dx_ND, dweight_N, dgate_EFD, dup_EFD, ddown_EDF, None
