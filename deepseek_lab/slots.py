@@ -86,17 +86,22 @@ def bind(path: str, function: Function) -> Any:
     """
     module, _ = resolve(path)
     if isinstance(function, type):
-        for name, member in list(vars(function).items()):
-            plain = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
-            if isinstance(plain, types.FunctionType) and not _belongs(plain, module):
-                relayered = _relayer(plain, module)
-                wrap = type(member) if plain is not member else (lambda f: f)
-                setattr(function, name, wrap(relayered))
-        return function
+        return _relayer_class(function, module)
     function = getattr(function, "__answer__", function)
     if not isinstance(function, types.FunctionType) or _belongs(function, module):
         return function
     return _relayer(function, module)
+
+
+def _relayer_class(owner: type, module: types.ModuleType) -> type:
+    """A subclass whose methods are bound; the class itself stays as the learner's notebook has it."""
+    methods = {}
+    for name, member in vars(owner).items():
+        plain = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+        if isinstance(plain, types.FunctionType) and not _belongs(plain, module):
+            twin = _relayer(plain, module)
+            methods[name] = type(member)(twin) if plain is not member else twin
+    return type(owner)(owner.__name__, (owner,), {**methods, "__doc__": owner.__doc__}) if methods else owner
 
 
 def _belongs(function: types.FunctionType, module: types.ModuleType) -> bool:
