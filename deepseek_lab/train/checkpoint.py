@@ -119,11 +119,12 @@ def verify(folder: Path) -> Checkpoint:
     return Checkpoint(folder, step, meta, tuple(file["name"] for file in files))
 
 
-def latest(root: Path, fingerprint: dict[str, Any]) -> tuple[Checkpoint | None, list[str]]:
+def latest(root: Path, fingerprint: dict[str, Any] | None = None) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole and belongs to this run, and why newer ones were passed over.
 
     Args:
-        fingerprint: what must equal the checkpoint's `meta["fingerprint"]` for the run to go on as if never stopped.
+        fingerprint: what must equal the checkpoint's `meta["fingerprint"]` for the run to go on as if never stopped;
+            None takes any.
     """
     refused = []
     for folder in _by_age(root):
@@ -132,6 +133,8 @@ def latest(root: Path, fingerprint: dict[str, Any]) -> tuple[Checkpoint | None, 
         except CheckpointError as error:
             refused.append(str(error))
             continue
+        if fingerprint is None:
+            return checkpoint, refused
         theirs = checkpoint.meta.get("fingerprint", {})
         differing = sorted(key for key in fingerprint | theirs if fingerprint.get(key) != theirs.get(key))
         if not differing:
@@ -177,23 +180,26 @@ def load_state(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.
         CheckpointError: when it lacks a tensor or has one too many, or a shape differs.
     """
     tensors = checkpoint.tensors()
-    with torch.no_grad():
-        for name, target in _unique_state(model).items():
-            saved = tensors.pop(f"model.{name}", None)
-            if saved is None or saved.shape != target.shape:
-                raise CheckpointError(f"{checkpoint.folder.name}: no {name} of shape {tuple(target.shape)}")
-            target.copy_(saved)
+    load_weights(tensors, model)
+    used = {f"model.{name}" for name in _unique_state(model)}
     for name, parameter in model.named_parameters():
         prefix = f"optim.{name}."
-        keys = [key for key in tensors if key.startswith(prefix)]
-        if keys:
-            optimizer.state[parameter] = {key.removeprefix(prefix): _place(tensors.pop(key), parameter) for key in keys}
-    if tensors:
-        raise CheckpointError(f"{checkpoint.folder.name}: the model has no place for {sorted(tensors)[0]}")
+        mine = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        if mine:
+            optimizer.state[parameter] = {k.removeprefix(prefix): v.to(parameter.device) for k, v in mine.items()}
+        used |= mine.keys()
+    if unused := sorted(tensors.keys() - used):
+        raise CheckpointError(f"{checkpoint.folder.name}: the model has no place for {unused[0]}")
 
 
-def _place(saved: Tensor, parameter: Tensor) -> Tensor:
-    return saved.to(parameter.device)
+@torch.no_grad()
+def load_weights(tensors: dict[str, Tensor], model: torch.nn.Module) -> None:
+    """Copy the tensors named `model.…` into `model`; raises CheckpointError for one that is missing or misshapen."""
+    for name, target in _unique_state(model).items():
+        saved = tensors.get(f"model.{name}")
+        if saved is None or saved.shape != target.shape:
+            raise CheckpointError(f"the checkpoint has no {name} of shape {tuple(target.shape)}")
+        target.copy_(saved)
 
 
 def _unique_state(model: torch.nn.Module) -> dict[str, Tensor]:
