@@ -61,10 +61,12 @@ import ipywidgets as widgets
 
 from deepseek_lab.viz.averages import draw_uneven_ranks
 
-slider_figure(draw_uneven_ranks, tokens=widgets.IntSlider(40, min=10, max=400, step=10, description="tokens on rank 3"))
+slider = widgets.IntSlider(40, min=10, max=400, step=10, description="tokens on rank 3")
+slider_figure(draw_uneven_ranks, tokens=slider)
 
 # %% [markdown]
-# With 40 tokens, rank 3 holds 3% of the batch and has 25% of the say. Its gradient is scaled by the same mistake.
+# With 40 tokens, rank 3 holds 3% of the batch and has 25% of the say. The two averages agree only at 400, where all
+# ranks hold the same number. The gradient is scaled by the same mistake.
 #
 # ### Exercise 0.1 · `global_token_mean`  (warm-up, 5 minutes)
 #
@@ -108,7 +110,8 @@ from deepseek_lab.parallel import collectives
 corpus, tokenizer = load_corpus(), load_tokenizer()
 counts_V = torch.ones(tokenizer.vocab_size, dtype=torch.float64)
 for document in corpus.train[::20]:
-    counts_V += torch.bincount(torch.tensor(tokenizer.encode(document.text)), minlength=tokenizer.vocab_size)
+    ids_T = torch.tensor(tokenizer.encode(document.text))
+    counts_V += torch.bincount(ids_T, minlength=tokenizer.vocab_size)
 nats_V = -(counts_V / counts_V.sum()).log()
 losses = [nats_V[tokenizer.encode(document.text)] for document in corpus.val[::15]]
 print("tokens per document:", sorted(len(loss) for loss in losses))
@@ -126,8 +129,9 @@ def both_means():
 
 for n_ranks in (1, 2, 4):
     tokens_R, right_R, naive_R, events_R = zip(*run_ranks(both_means, n_ranks), strict=True)
-    sent = ", ".join(f"{event.op} of {event.payload_bytes} bytes" for event in events_R[0]) or "nothing"
-    print(f"{n_ranks} rank(s): over all tokens {right_R[0]:.4f}, mean of means {naive_R[0]:.4f}; rank 0 sent {sent}")
+    sent = ", ".join(f"{event.op} of {event.payload_bytes} bytes" for event in events_R[0])
+    print(f"{n_ranks} rank(s), with {tokens_R} tokens; rank 0 recorded: {sent or 'nothing'}")
+    print(f"   over all tokens {right_R[0]:.4f}, mean of means {naive_R[0]:.4f}")
 
 # %% [markdown]
 # The same documents, the same losses: the mean over all tokens does not depend on how many ranks share them, the mean
@@ -136,8 +140,8 @@ for n_ranks in (1, 2, 4):
 #
 # ### Find the bug
 #
-# Somebody wanted the loss in the log once per step, printed by rank 0 only. The function below looks harmless and works
-# on one rank. On four, this is what happens. Find out why **before** you open the hint.
+# Somebody wanted the loss in the log, printed by rank 0 only. Their `log_the_loss` works on one rank. On four, this is
+# what happens. Say why **before** you open the hint.
 
 # %%
 from deepseek_lab.learn import RankError
@@ -164,11 +168,10 @@ claims_table()
 # %% [markdown]
 # ## 4 · At scale
 #
-# On 2,048 GPUs the all-reduce is still two numbers per rank. It costs time (a few tens of microseconds, set by
-# the number of hops) and almost no bandwidth. Trainers count the valid tokens of the whole batch *before* the first
-# backward pass, so that every rank can scale its loss by the right number at once. For the real thing, read how
-# torchtitan's `train.py` counts the valid tokens of a step; several well-known trainers got it wrong first
-# (torchtitan issue 1842, transformers issue 34191).
+# On 2,048 GPUs it is still two numbers per rank: the price is the latency of a few hops, and next to no bandwidth.
+# Trainers count the valid tokens of the whole batch *before* the first backward pass, so that every rank can scale its
+# loss by the right number at once; ours does. Well-known trainers got it wrong first: read torchtitan issue 1842 and
+# transformers issue 34191.
 #
 # ## 5 · Your trainer now
 #

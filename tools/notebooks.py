@@ -156,10 +156,10 @@ def _stub(lines: list[str], definition: ast.FunctionDef | ast.ClassDef, task: Ex
     first = definition.lineno
     inner = definition.body if isinstance(definition, ast.ClassDef) else [definition]
     for function in reversed([f for f in inner if isinstance(f, ast.FunctionDef)]):
-        what = task.name if function is definition else f"{task.name}.{function.name}"
+        what = "body" if function is definition else f"body of {function.name}"
         has_doc = ast.get_docstring(function) is not None
         start = (function.body[0].end_lineno or 0) + 1 if has_doc else _first_line(function, lines, first)
-        message = f"Exercise {task.number}: write the body of {what}, then run check({task.name})"
+        message = f"Exercise {task.number}: write the {what}, then run check({task.name})"
         indent = " " * function.body[0].col_offset
         lines[start - first : (function.end_lineno or 0) - first + 1] = [
             f'{indent}raise NotImplementedError("{message}")'

@@ -14,6 +14,13 @@ class Entry:
     name: str
     builds: str
 
+    @property
+    def title(self) -> str:
+        words = self.name[3:].replace("_", " ")
+        return ACRONYMS.get(words, words)
+
+
+ACRONYMS = {"zero": "ZeRO", "moe": "MoE", "mtp": "MTP", "sft": "SFT", "ppo": "PPO", "grpo": "GRPO"}
 
 COURSE: dict[str, tuple[Entry, ...]] = {
     "Start": (
@@ -74,7 +81,7 @@ def course_map() -> Html:
 
 
 def _box(entry: Entry, passed: list[bool] | None) -> str:
-    number, title = entry.name[:2], entry.name[3:].replace("_", " ")
+    number, title = entry.name[:2], entry.title
     edge = "1px dashed rgba(128,128,128,0.6)" if passed is None else f"1px solid rgb({OPEN})"
     share = sum(passed) / len(passed) if passed else 0
     ground = 0 if passed is None else 0.12

@@ -8,12 +8,10 @@ runs from top to bottom; only `check` tells a stub from an answer.
 
 import ast
 import functools
-import html
 import inspect
 import linecache
 import multiprocessing
 import os
-import re
 import textwrap
 import traceback
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from typing import Any
 from deepseek_lab import slots
 from deepseek_lab.learn.progress import note_attempt, note_hint, note_reveal
 from deepseek_lab.learn.ranks import RankError
-from deepseek_lab.learn.verdict import OPEN, Verdict, card
+from deepseek_lab.learn.verdict import OPEN, Verdict, card, code_in_text
 
 Grader = Callable[[Callable[..., Any]], Verdict]
 
@@ -214,15 +212,13 @@ class Folded:
         return f"{title}: {text}{more}"
 
     def _repr_html_(self) -> str:
-        inner = f'<div style="margin-top:6px">{_inline(self.last)}</div>' if self.last else ""
+        inner = f'<div style="margin-top:6px">{code_in_text(self.last)}</div>' if self.last else ""
         for title, text in reversed(self.texts):
-            fold = f'<summary style="cursor:pointer">{title}</summary><div style="margin:4px 0">{_inline(text)}</div>'
+            fold = (
+                f'<summary style="cursor:pointer">{title}</summary><div style="margin:4px 0">{code_in_text(text)}</div>'
+            )
             inner = f'<details style="margin:4px 0">{fold}{inner}</details>'
         return card(inner, OPEN, "lab-hint")
-
-
-def _inline(text: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
 def reveal(which: Any) -> "Source":

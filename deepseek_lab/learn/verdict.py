@@ -6,6 +6,7 @@ alone.
 """
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,18 +118,24 @@ def card(inner: str, tone: str, classes: str = "") -> str:
     return f'<div class="{classes}" style="{style}">{inner}</div>'
 
 
+def code_in_text(text: str) -> str:
+    """Escaped for HTML, with `code` in backquotes set as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+
+
 def _paragraph(text: str, style: str = "") -> str:
-    return f'<div style="margin-top:4px;white-space:pre-wrap;{style}">{html.escape(text)}</div>'
+    return f'<div style="margin-top:4px;white-space:pre-wrap;{style}">{code_in_text(text)}</div>'
 
 
 def _table(rows: Sequence[Row]) -> str:
     cell = "padding:2px 14px 2px 0;text-align:left;vertical-align:top"
     head = "".join(f'<th style="{cell};font-weight:600">{name}</th>' for name in ("", "asked", "yours"))
+    plain = '<tr style="background:transparent">'  # Jupyter would stripe it
     body = "".join(
-        "<tr>" + "".join(f'<td style="{cell}">{html.escape(short(x))}</td>' for x in row) + "</tr>" for row in rows
+        plain + "".join(f'<td style="{cell}">{html.escape(short(x))}</td>' for x in row) + "</tr>" for row in rows
     )
     table = "border-collapse:collapse;margin:6px 0 0;font-variant-numeric:tabular-nums"
-    return f'<table style="{table}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<table style="{table}"><thead>{plain}{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _indent(text: str) -> list[str]:

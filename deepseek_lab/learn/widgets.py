@@ -15,7 +15,7 @@ import ipywidgets
 from IPython.display import Image, display
 from matplotlib.figure import Figure
 
-from deepseek_lab.learn.verdict import OPEN, PASSED, WRONG, card
+from deepseek_lab.learn.verdict import OPEN, PASSED, WRONG, card, code_in_text
 from deepseek_lab.viz import theme, traffic
 
 
@@ -46,7 +46,8 @@ def cost_box(*, minutes: float, ranks: int, memory: str, at_scale: str, before: 
     ]
     cell = "padding:1px 16px 1px 0;text-align:left;vertical-align:top"
     dim = f"{cell};opacity:0.75"
-    rows = "".join(f'<tr><td style="{dim}">{k}</td><td style="{cell}">{_text(v)}</td></tr>' for k, v in facts)
+    plain = '<tr style="background:transparent">'  # Jupyter would stripe it
+    rows = "".join(f'{plain}<td style="{dim}">{k}</td><td style="{cell}">{code_in_text(v)}</td></tr>' for k, v in facts)
     table = f'<table style="border-collapse:collapse;margin:0"><tbody>{rows}</tbody></table>'
     return Html(card(table, OPEN, "lab-cost"), "\n".join(f"{k + ':':<13}{v}" for k, v in facts))
 
@@ -97,13 +98,11 @@ def _numbers(chapters: str) -> list[str]:
 
 def _claim_cells(row: dict[str, str]) -> list[str]:
     tone = {"": OPEN, "confirmed": PASSED}.get(row["verdict"].lower(), WRONG)
-    badge = f'<span style="border-left:3px solid rgb({tone});padding-left:6px">{_text(row["verdict"] or "open")}</span>'
+    edge = f"border-left:3px solid rgb({tone});padding-left:6px"
+    verdict = f'<span style="{edge}">{code_in_text(row["verdict"] or "open")}</span>'
     command = f'<div style="opacity:0.75"><code>{html.escape(row["command"])}</code></div>' if row["command"] else ""
-    return [f"<b>{row['id']}</b>", _text(row["chapter"]), _text(row["claim"]), badge, _text(row["measured"]) + command]
-
-
-def _text(text: str) -> str:
-    return html.escape(str(text), quote=False)
+    measured = code_in_text(row["measured"]) + command
+    return [f"<b>{row['id']}</b>", code_in_text(row["chapter"]), code_in_text(row["claim"]), verdict, measured]
 
 
 def show_figure(figure: Figure) -> None:
@@ -141,6 +140,9 @@ def slider_figure(
 
     for slider in sliders.values():
         slider.style.description_width, slider.layout.width = "13em", "34em"
+        slider.continuous_update = (
+            False  # a figure takes a quarter of a second: draw the last value, not all on the way
+        )
         slider.observe(redraw, names="value")
     live = ipywidgets.VBox([image, *sliders.values()])
     words = f"a figure with sliders for {', '.join(sliders)}"

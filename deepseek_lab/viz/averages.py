@@ -11,9 +11,9 @@ def draw_uneven_ranks(axes, tokens: int) -> None:
     starts = [sum(widths[:rank]) for rank in range(4)]
     right = sum(h * w for h, w in zip(heights, widths, strict=True)) / sum(widths)
     naive = sum(heights) / 4
-    axes.bar(starts, heights, widths, align="edge", color=BLUE, alpha=0.35, edgecolor=theme.INK, linewidth=0.8)
+    axes.bar(starts, heights, widths, align="edge", color=BLUE, alpha=0.3, edgecolor=theme.INK, linewidth=0.8)
     for rank, (start, width, height) in enumerate(zip(starts, widths, heights, strict=True)):
-        axes.text(start + width / 2, height + 0.12, f"rank {rank}", ha="center")
+        axes.text(start + width / 2, height + 0.12 if rank == 3 else 1.1, f"rank {rank}", ha="center")
     axes.axhline(naive, color=VERMILION, linestyle="--", label=f"mean of the ranks' means: {naive:.2f}")
     axes.axhline(right, color=GREEN, label=f"mean over all tokens: {right:.2f}")
     axes.set(xlim=(0, 1650), ylim=(0, 7.4), xlabel="tokens, rank after rank", ylabel="loss (nats per token)")

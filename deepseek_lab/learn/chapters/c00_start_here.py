@@ -34,7 +34,8 @@ def grade_global_token_mean(fn) -> Verdict:
         return wrong(summary, "it ignores the group", pair_rows)
 
     calls = results[0]["calls"]
-    sent = f"{len(calls)} collective(s), {sum(call.payload_bytes for call in calls)} bytes handed over"
+    n_bytes = sum(call.payload_bytes for call in calls)
+    sent = f"{len(calls)} collective{'s' if len(calls) > 1 else ''} and {n_bytes} bytes"
     if not all(call.our_door for call in calls):
         summary = "The numbers are right, but torch.distributed was called directly, where no meter sees it."
         return wrong(summary, "it goes past our own door")
