@@ -280,6 +280,7 @@ def execute(notebook: NotebookNode, name: str, *, strict: bool = True, seconds: 
             "coalesce_streams": True,
             "resources": where,
         }
+        options["extra_arguments"] = ["--log-level=ERROR"]
         client = NotebookClient(notebook, timeout=seconds, kernel_name="python3", **options)
         try:
             client.execute(env=env)
