@@ -1,5 +1,6 @@
 """Ways to miss collectives, their cost, and their gradients."""
 
+import functools
 import math
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.wrong_answers import Wrong
 
 
 def _matrix(add):
+    @functools.wraps(add)
     def traffic_matrix(traces, n_ranks):
         sent_RR = [[0] * n_ranks for _ in range(n_ranks)]
         for place, trace in enumerate(traces):
@@ -483,9 +485,7 @@ def _f(name, forward=None, backward=None):
     def back(ctx, grad):
         return (backward(grad, ctx.group) if backward else grad), None
 
-    return type(
-        "CopyToGroup", (torch.autograd.Function,), {"forward": staticmethod(keep), "backward": staticmethod(back)}
-    )
+    return type(name, (torch.autograd.Function,), {"forward": staticmethod(keep), "backward": staticmethod(back)})
 
 
 def _summed(x, group):
