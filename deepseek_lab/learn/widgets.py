@@ -61,7 +61,7 @@ def claims_table(chapter: str | None = None) -> Html:
     """
     rows = [r for r in read_claims() if chapter is None or chapter in _numbers(r["chapter"])]
     settled, still_open = [r for r in rows if r["verdict"]], [r for r in rows if not r["verdict"]]
-    count = f"{len(rows)} claims: {len(settled)} settled, {len(still_open)} open"
+    count = f"{len(rows)} claim{'s' * (len(rows) != 1)}: {len(settled)} settled, {len(still_open)} open"
     page = [f'<div class="lab-claims"><b>{count}</b>']
     if settled or len(rows) <= 6:
         page.append(_claims(settled or rows, ("", "chapter", "claim", "verdict", "measured")))
