@@ -1,12 +1,13 @@
 # Every target makes .venv and installs into it on first use, and reuses it afterwards.
 #
 #   make PYTHON=python3.12 …       another interpreter for the environment (needs Python 3.11 or newer)
+#   make train OUT=runs/first      another folder than the next free one of runs/1, runs/2, …
 #   make TORCH_INDEX=https://… …   another index for torch alone, such as that of its CPU builds (see README.md)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 WORKERS ?= 2
-OUT ?= runs/tiny
+OUT := $(or $(OUT),$(shell n=1; while [ -e runs/$$n ]; do n=$$((n + 1)); done; echo runs/$$n))
 
 SHELL := /bin/bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -29,8 +30,8 @@ train: $(INSTALLED)  ## pretrain a small model on 4 ranks, about three minutes
 	$(LAUNCH) --config configs/tiny.yaml --out $(OUT)
 
 train-long: $(INSTALLED)  ## the same for at most 40 minutes
-	@echo "Pretraining on 4 ranks, at most 40 minutes; the run is written to $(OUT)-long."
-	$(LAUNCH) --config configs/tiny_long.yaml --out $(OUT)-long
+	@echo "Pretraining on 4 ranks, at most 40 minutes; the run is written to $(OUT)."
+	$(LAUNCH) --config configs/tiny_long.yaml --out $(OUT)
 
 test: check  ## everything: lint, types, drift, tests, all notebooks
 	@echo "Testing on $(WORKERS) workers: the package, then every notebook of solutions/ and notebooks/."
