@@ -295,53 +295,49 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path):
     assert done.stderr == ""
 
 
-SLEEPING = """
+BUSY = """
     import os, time
     import torch
     from deepseek_lab.learn import run_ranks
     from deepseek_lab.parallel import collectives
 
-    def fn(how):
+    def fn(nested):
         print(os.getpid(), flush=True)
-        if how == "waits" and collectives.rank_in() == 0:
-            collectives.recv(torch.empty(1), src=1)
-        elif how == "nests" and collectives.rank_in() == 0:
-            run_ranks(fn, 2, "sleeps", timeout=100)
+        if not nested and collectives.rank_in() == 0:
+            run_ranks(fn, 2, True, timeout=100)
+        elif not nested and collectives.rank_in() == 1:
+            collectives.recv(torch.empty(1), src=0)
         time.sleep(100)
 
-    run_ranks(fn, 3, "HOW", timeout=100)
+    run_ranks(fn, 3, False, timeout=100)
 """
 
 
-def start_sleeping(folder, how, n_ranks):
-    """Start a script whose ranks sleep, and wait for their process ids."""
-    path = script(folder, SLEEPING.replace("HOW", how))
-    parent = subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    pids = []
-    while len(pids) < n_ranks:
-        line = parent.stdout.readline()
-        assert line, parent.stderr.read()
-        pids.append(int(line.rsplit(" ", 1)[1]))
-    processes = [psutil.Process(pid) for pid in pids]
-    return parent, processes + psutil.Process(parent.pid).children(recursive=True)
-
-
-@pytest.mark.parametrize(("how", "n_ranks"), [("waits", 3), ("nests", 5)])
-def test_no_orphans_when_the_parent_is_killed(tmp_path, how, n_ranks):
-    parent, processes = start_sleeping(tmp_path, how, n_ranks)
+@pytest.fixture
+def busy_script(tmp_path):
+    """A script whose ranks sleep, wait in gloo, and have ranks of their own; and all its processes but itself."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    parent = subprocess.Popen([sys.executable, script(tmp_path, BUSY)], start_new_session=True, **pipes)
+    lines = [parent.stdout.readline() for _ in range(5)]
+    assert all(lines), parent.stderr.read()
+    ranks_of_script = [psutil.Process(int(line.rsplit(" ", 1)[1])) for line in lines]
+    yield parent, ranks_of_script + psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
-    _, alive = psutil.wait_procs(processes, timeout=20)
     parent.communicate()
-    assert not alive
 
 
-def test_an_interrupt_ends_the_ranks(tmp_path):
-    parent, processes = start_sleeping(tmp_path, "waits", 3)
-    parent.send_signal(signal.SIGINT)
+def test_no_orphans_when_the_parent_is_killed(busy_script):
+    parent, processes = busy_script
+    parent.kill()
+    assert not psutil.wait_procs(processes, timeout=20)[1]
+
+
+def test_an_interrupt_ends_the_ranks(busy_script):
+    parent, processes = busy_script
+    os.killpg(parent.pid, signal.SIGINT)  # as a terminal and Jupyter do: to the whole group
     _, stderr = parent.communicate(timeout=60)
     assert "KeyboardInterrupt" in stderr
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    assert not alive
+    assert not psutil.wait_procs(processes, timeout=20)[1]
     assert not list(Path(tempfile.gettempdir()).glob(f"deepseek_lab-{parent.pid}-*"))
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from deepseek_lab.learn.ranks import RankError, run_ranks
 from deepseek_lab.learn.wiretap import wiretap
-from deepseek_lab.parallel import collectives, meter
+from deepseek_lab.parallel import collectives, data_parallel, meter
 from deepseek_lab.parallel.collectives import Link, record
 
 pytestmark = pytest.mark.ranks
@@ -256,6 +256,32 @@ def test_backward_leaves_a_shared_gradient_alone():
         return x.grad.tolist(), y.grad.tolist()
 
     assert run_ranks(shared, 2) == [([2.0] * 3, [1.0] * 3)] * 2
+
+
+def test_gradients_of_the_trainer_go_through_the_slots_of_chapter_02():
+    calls = []
+
+    def counted(name):
+        own = getattr(collectives, name)
+
+        def learners(x, group=None):
+            calls.append(name)
+            return own(x, group)
+
+        return learners
+
+    def synchronise():
+        collectives.set_algorithm("ring")
+        parameter = torch.nn.Parameter(torch.zeros(5))
+        parameter.grad = torch.full((5,), float(collectives.rank_in()))
+        data_parallel.all_reduce_gradients([parameter])
+        return parameter.grad.tolist(), calls
+
+    names = ["ring_all_reduce", "ring_reduce_scatter", "ring_all_gather"]
+    overrides = {f"deepseek_lab.parallel.collectives.{name}": counted(name) for name in names}
+    for gradient, called in run_ranks(synchronise, R, overrides=overrides):
+        assert gradient == [6.0] * 5
+        assert called == names
 
 
 # --- metering -------------------------------------------------------------------------------------------------
