@@ -117,6 +117,7 @@ slider_figure(
 # %%
 check(ring_reduce_scatter)
 
+
 # %% tags=["nbval-check-output"]
 def scatter():
     rank = collectives.rank_in()
@@ -166,6 +167,7 @@ for n_ranks, n_elements in [(2, 1000), (3, 1000), (4, 1000), (4, 1001), (8, 1001
 
 # %% [markdown]
 # To the byte. And against the other two ways, at 2 to 8 ranks:
+
 
 # %%
 def everyone_to_everyone(x):
@@ -338,6 +340,7 @@ show_figure(figure)
 # Below about $\alpha B$ bytes (2 MB on this link) a message costs its latency, whatever its size.
 #
 # Does your formula predict your ring? On the chosen link:
+
 
 # %%
 def time_ring(n_bytes):
