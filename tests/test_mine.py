@@ -53,7 +53,7 @@ def test_kept_functions_run_in_the_trainer(tmp_path):
     functions = [task for task in exercises() if not isinstance(slots.original(task.path), type)]
     for task in functions:
         slots.save_mine(task.path, noting(task.path, called), "")
-    launch = "accelerate.commands.launch --config_file configs/accelerate/cpu.yaml --num_processes 2 -m".split()
+    launch = ["accelerate.commands.launch", "--config_file=configs/accelerate/cpu.yaml", "--num_processes=2", "-m"]
     text = tmp_path / "text"
     text.mkdir()
     for n in range(8):
