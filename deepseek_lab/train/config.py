@@ -217,9 +217,7 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
         if type(value) is wanted:
             return value
     names = " or ".join("null" if t is type(None) else getattr(t, "__name__", str(t)) for t in allowed)
-    raise ConfigError(
-        f"{key}={value!r} is {'an' if isinstance(value, int) else 'a'} {type(value).__name__}; it must be {names}"
-    )
+    raise ConfigError(f"{key}={value!r} has type {type(value).__name__}; it must be {names}")
 
 
 def _at_least(name: str, value: float, least: float) -> None:

@@ -11,12 +11,11 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from deepseek_lab.data import batches
 from deepseek_lab.data.batches import Batch
@@ -35,15 +34,11 @@ class Trainer:
     Args:
         tokens: the "train" and "val" streams.
         out: the run's folder; checkpoints go to `out/checkpoints`.
-        reporter: told of every finished step (rank 0 only); see `train.report`.
     """
 
-    def __init__(
-        self, config: RunConfig, tokens: dict[Any, TokenFile], mesh: Mesh, accelerator: Accelerator, out: Path
-    ):
-        self.config, self.tokens, self.mesh, self.accelerator = config, tokens, mesh, accelerator
+    def __init__(self, config: RunConfig, tokens: Mapping[Any, TokenFile], mesh: Mesh, device: torch.device, out: Path):
+        self.config, self.tokens, self.mesh, self.device = config, tokens, mesh, device
         self.checkpoints = out / "checkpoints"
-        self.device = accelerator.device
         dtype = torch.float64 if config.precision == "fp64" else torch.float32
         self.model = DeepSeekModel(config.model, seed=config.train.seed).to(self.device, dtype)
         self.optimizer = optim.build_optimizer(self.model, config.optim)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -29,14 +30,14 @@ class Reporter:
         mine: slots that hold the learner's functions.
     """
 
-    def __init__(self, trainer: Trainer, out: Path, mine: list[str]):
-        self.trainer, self.out, self.mine = trainer, out, mine
+    def __init__(self, trainer: Trainer, accelerator: Accelerator, out: Path, mine: list[str]):
+        self.trainer, self.accelerator, self.out, self.mine = trainer, accelerator, out, mine
         self.console = Console(file=sys.stdout)
         self.started = time.perf_counter()
         out.mkdir(parents=True, exist_ok=True)
         trainer.config.save(out / "config.yaml")
         self.metrics = MetricsFile(out / "metrics.jsonl", trainer.steps_done)
-        trainer.accelerator.init_trackers("tensorboard")
+        accelerator.init_trackers("tensorboard")
         self._announce()
 
     def _announce(self) -> None:
@@ -56,7 +57,7 @@ class Reporter:
         show = self._rich(steps) if self.console.is_terminal else self._plain(steps)
         for values in show:
             self.metrics.write(values)
-            self.trainer.accelerator.log({k: v for k, v in values.items() if k != "step"}, step=int(values["step"]))
+            self.accelerator.log({k: v for k, v in values.items() if k != "step"}, step=int(values["step"]))
         self.metrics.close()
 
     def _rich(self, steps: Iterator[dict[str, float]]) -> Iterator[dict[str, float]]:

@@ -51,7 +51,7 @@ def run(config: RunConfig, out: Path, *, resume: bool = False, mine: bool = Fals
         collectives.set_algorithm(config.parallel.collectives)
     except (ValueError, OSError, RuntimeError) as error:
         return refuse(error)
-    trainer = Trainer(config, tokens, mesh, accelerator, out)
+    trainer = Trainer(config, tokens, mesh, accelerator.device, out)
     if resume:
         try:
             refused = trainer.resume()
@@ -60,7 +60,7 @@ def run(config: RunConfig, out: Path, *, resume: bool = False, mine: bool = Fals
         for reason in refused if accelerator.is_main_process else []:
             print(f"passed over {reason}")
     if accelerator.is_main_process:
-        reporter = Reporter(trainer, out, mine=sorted(learners))
+        reporter = Reporter(trainer, accelerator, out, mine=sorted(learners))
         reporter.follow(trainer.fit())
         reporter.finish(baselines(corpus, tokens), samples(trainer, tokenizer))
     else:
