@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from deepseek_lab import __main__ as cli
-from deepseek_lab import slots
 from deepseek_lab.data.tokenizer import load_tokenizer
 from deepseek_lab.train import checkpoint
 from deepseek_lab.train.metrics import MetricsFile, read_metrics
@@ -202,22 +201,6 @@ def test_a_launch_that_would_train_ranks_alone_is_refused(monkeypatch, tmp_path,
     monkeypatch.setattr("deepseek_lab.train.run.Accelerator", lambda **_: type("Alone", (), {"num_processes": 1})())
     assert main(command(text, tmp_path / "out")[3:]) == 2
     assert "4 processes were launched, but accelerate formed a group of 1" in capsys.readouterr().err
-
-
-def constant_rate(step, *, peak, floor, warmup_steps, total_steps):
-    return 0.00123
-
-
-@pytest.mark.launch
-def test_mine_runs_the_learners_functions_and_lists_them(text, tmp_path, monkeypatch):
-    monkeypatch.setenv("DEEPSEEK_LAB_HOME", str(tmp_path / "lab"))
-    path = "deepseek_lab.train.schedule.warmup_cosine"
-    slots.save_mine(path, constant_rate, "its source")
-    status, printed = run(text, tmp_path / "out", "--mine", "--train.steps=2")
-    assert status == 0, printed
-    assert f"running your {path}" in printed
-    assert [line["lr"] for line in read_metrics(tmp_path / "out" / "metrics.jsonl")] == [0.00123, 0.00123]
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["mine"] == [path]
 
 
 def test_metrics_keep_every_digit_and_drop_what_a_stop_left(tmp_path):
