@@ -29,7 +29,7 @@ import time
 import traceback
 import types
 from collections import ChainMap
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection
@@ -88,9 +88,9 @@ def run_ranks(fn, world_size, *args, timeout=30.0, link=None, overrides=None, **
     """Run `fn(*args, **kwargs)` on `world_size` ranks and return the list of their results, in rank order.
 
     Each rank is a process of its own with torch.distributed initialised (gloo on the CPU; NCCL as well when there
-    are that many GPUs), one thread for tensor operations, and `torch.manual_seed(0)` done.  `fn` may be defined in a
-    cell; it and its arguments are copied to each rank, and what it returns is copied back.  Its prints appear
-    here, each line labelled with its rank.
+    are that many GPUs: untested on GPUs), one thread for tensor operations, and `torch.manual_seed(0)` done.  `fn`
+    may be defined in a cell; it and its arguments are copied to each rank, and what it returns is copied back.  Its
+    prints appear here, each line labelled with its rank.
 
     `timeout`: seconds the ranks may take.  `link`: a Link that operations of `collectives` must not outrun.
     `overrides`: {dotted path: function}, put into the package's slots inside each rank before `fn` runs.
@@ -160,11 +160,11 @@ class _Team:
             process = multiprocessing.get_context(METHOD).Process(
                 target=_rank_main, args=(world, str(self.folder), rank_channel, rank_prints), name=f"rank{rank}"
             )
+            self.ranks.append(_Rank(process, channel, prints))  # before it starts: an interrupt may come at any time
             try:
                 _start_without_main(process)
             except (EOFError, ConnectionError) as error:
                 raise RuntimeError("the process that starts ranks is gone; what it printed above says why") from error
-            self.ranks.append(_Rank(process, channel, prints))
             rank_channel.close()
             rank_prints.close()
 
@@ -274,7 +274,8 @@ class _Team:
         stack = self.folder / f"stack-{number}"
         if rank.state == "starting" or not stack.exists() or rank.process.pid is None:
             return "starting"
-        os.kill(rank.process.pid, signal.SIGUSR1)
+        with suppress(ProcessLookupError):
+            os.kill(rank.process.pid, signal.SIGUSR1)
         text, limit_s = "", time.monotonic() + 0.3
         while "rank_main" not in text and time.monotonic() < limit_s:
             time.sleep(0.01)
@@ -284,12 +285,11 @@ class _Team:
     def end(self):
         """Let ranks that returned go, end all others, show the last prints, and leave nothing behind."""
         orderly = all(rank.state == "returned" for rank in self.ranks)
-        for rank in self.ranks:
-            if orderly:
-                rank.channel.send_bytes(b"go")
-            else:
-                rank.process.kill()
-        for rank in self.ranks:
+        started = [rank for rank in self.ranks if rank.process.pid is not None]
+        for rank in started:
+            with suppress(OSError):  # it is gone already
+                rank.channel.send_bytes(b"go") if orderly else rank.process.kill()
+        for rank in started:
             rank.process.join(5)
             if rank.process.is_alive():
                 rank.process.kill()
@@ -525,7 +525,7 @@ def _die_with_parent():
 
 def _is_helper():
     """Are we the fork server, the resource tracker or a rank, rather than somebody's notebook or script?"""
-    return multiprocessing.parent_process() is not None or any("multiprocessing." in arg for arg in sys.orig_argv)
+    return multiprocessing.parent_process() is not None or any("from multiprocessing." in arg for arg in sys.orig_argv)
 
 
 if _is_helper():
