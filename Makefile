@@ -43,6 +43,7 @@ check: $(INSTALLED)  ## lint, types, and whether notebooks and sources agree
 	ruff format --check .
 	mypy
 	python tools/notebooks.py check
+	python tools/readme.py check
 
 lab: $(INSTALLED)  ## open chapter 00 in JupyterLab
 	jupyter lab notebooks/00_start_here.ipynb
