@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     command = commands.add_parser("export", help="write a run's model and tokenizer for transformers")
     command.add_argument("--run", type=Path, required=True, help="folder of a run")
     command.add_argument("--to", type=Path, required=True, help="folder to write")
+    command.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="type of the stored weights")
 
     commands.add_parser("progress", help="which exercises are solved")
 
@@ -87,7 +88,7 @@ def export(arguments: argparse.Namespace) -> int:
     """Write a folder that `transformers` loads, tokenizer included."""
     from deepseek_lab.train.restore import export_run
 
-    export_run(arguments.run, arguments.to)
+    export_run(arguments.run, arguments.to, arguments.dtype)
     print(f"written to {arguments.to}: AutoModelForCausalLM.from_pretrained({str(arguments.to)!r}) loads it")
     return 0
 

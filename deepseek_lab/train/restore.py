@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import torch
+
 from deepseek_lab.data.tokenizer import Tokenizer, load_tokenizer
 from deepseek_lab.model import DeepSeekModel
 from deepseek_lab.train import checkpoint, config
@@ -35,14 +37,14 @@ def load_model(run: Path | None = None) -> tuple[DeepSeekModel, Tokenizer]:
     return model.eval(), load_tokenizer(settings.data.tokenizer)
 
 
-def export_run(run: Path, folder: Path) -> None:
-    """Write weights, `config.json` and tokenizer files that `transformers` reads.
+def export_run(run: Path, folder: Path, dtype: str = "fp32") -> None:
+    """Write weights, as "fp32" or "bf16", `config.json` and tokenizer files that `transformers` reads.
 
     Raises:
         ValueError: when DeepSeek-V3's class cannot express the model.
     """
     model, tokenizer = load_model(run)
-    model.save_hf(folder)
+    model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]).save_hf(folder)
     tokenizer.save(folder / "tokenizer.json")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
