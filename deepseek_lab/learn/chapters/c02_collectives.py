@@ -587,8 +587,8 @@ def suspect_all_reduce(x, group=None):
     return collectives.ring_all_gather(complete_C, group).view_as(x)
 
 
-def train_together(all_reduce, lr, steps=60):
-    """Fit 64 weights by gradient descent on four ranks' data: the loss of each step, and the last weights."""
+def train_together(all_reduce, lr, steps=40):
+    """Fit 64 weights by gradient descent on four ranks' data: the loss of each step."""
     rank, n_ranks = collectives.rank_in(), collectives.size_of()
     generator = torch.Generator().manual_seed(0)
     answer = torch.randn(64, generator=generator, dtype=torch.float64)
@@ -596,10 +596,10 @@ def train_together(all_reduce, lr, steps=60):
     weights, losses = torch.zeros(64, dtype=torch.float64), []
     for _ in range(steps):
         error = x @ (weights - answer)
-        losses.append(collectives.all_reduce(error.square().mean()).item() / n_ranks)
+        losses.append(error.square().mean())
         gradient = all_reduce(2 * x.T @ error / len(error)) / n_ranks
         weights -= lr * gradient
-    return losses, weights
+    return (collectives.all_reduce(torch.stack(losses)) / n_ranks).tolist()
 
 
 HINTS = {
