@@ -5,7 +5,7 @@
 # part on real processes that talk to each other. This chapter shows how that works, in ten minutes.
 
 # %%
-from deepseek_lab.learn import check, exercise, hint, progress, record, run_ranks
+from deepseek_lab.learn import check, exercise, hint, progress, record, reveal, run_ranks
 from deepseek_lab.learn.course import course_map
 from deepseek_lab.learn.widgets import claims_table, cost_box, slider_figure
 

@@ -93,7 +93,7 @@ class Progress:
         )
         return (
             f'<div class="lab-progress"><b>{self.passed} of {self.total}</b> exercises passed'
-            f'<table style="border-collapse:collapse;margin-top:4px"><tbody>{rows}</tbody></table></div>'
+            f'<table style="color:inherit;border-collapse:collapse;margin-top:4px"><tbody>{rows}</tbody></table></div>'
         )
 
 

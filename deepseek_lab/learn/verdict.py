@@ -134,7 +134,7 @@ def _table(rows: Sequence[Row]) -> str:
     body = "".join(
         plain + "".join(f'<td style="{cell}">{html.escape(short(x))}</td>' for x in row) + "</tr>" for row in rows
     )
-    table = "border-collapse:collapse;margin:6px 0 0;font-variant-numeric:tabular-nums"
+    table = "border-collapse:collapse;color:inherit;margin:6px 0 0;font-variant-numeric:tabular-nums"
     return f'<table style="{table}"><thead>{plain}{head}</tr></thead><tbody>{body}</tbody></table>'
 
 

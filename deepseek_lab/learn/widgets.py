@@ -48,7 +48,7 @@ def cost_box(*, minutes: float, ranks: int, memory: str, at_scale: str, before: 
     dim = f"{cell};opacity:0.75"
     plain = '<tr style="background:transparent">'  # Jupyter would stripe it
     rows = "".join(f'{plain}<td style="{dim}">{k}</td><td style="{cell}">{code_in_text(v)}</td></tr>' for k, v in facts)
-    table = f'<table style="border-collapse:collapse;margin:0"><tbody>{rows}</tbody></table>'
+    table = f'<table style="color:inherit;border-collapse:collapse;margin:0"><tbody>{rows}</tbody></table>'
     return Html(card(table, OPEN, "lab-cost"), "\n".join(f"{k + ':':<13}{v}" for k, v in facts))
 
 
@@ -77,7 +77,8 @@ def _claims(rows: list[dict[str, str]], columns: tuple[str, ...]) -> str:
     head = "".join(f'<th style="{cell}">{name}</th>' for name in columns)
     lines = ("".join(f'<td style="{cell}">{x}</td>' for x in _claim_cells(row)[: len(columns)]) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<table style="border-collapse:collapse"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<table style="color:inherit;border-collapse:collapse">{table}</table>'
 
 
 def read_claims(file: Path | None = None) -> list[dict[str, str]]:

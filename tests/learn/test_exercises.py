@@ -78,6 +78,7 @@ def test_an_answer_that_raises_gets_a_verdict_with_its_own_line():
     assert not verdict.passed
     assert "NameError" in verdict.summary
     assert "undefined_name" in verdict.detail
+    assert "c00_start_here" not in verdict.detail, "the grader's frames are no help to a learner"
 
 
 def test_strict_mode_raises(monkeypatch):
