@@ -13,7 +13,7 @@ from deepseek_lab.viz import rings, theme
 cost_box(
     minutes=0.3,
     ranks=8,
-    memory="about 2 GB, 0.2 GB for each rank",
+    memory="about 0.5 GB; ranks share the memory that they were forked with",
     at_scale="the same code over NCCL; bytes as here, times by the model of section 5",
     before="chapter 00; chapter 01 is not needed",
 )
@@ -22,7 +22,7 @@ cost_box(
 # ## The question
 #
 # Four ranks hold a gradient of 1 MB each. Every rank needs the sum of all four. In the obvious way, everybody sends to
-# rank 0, which adds up and sends the sum back to each. With 2,000 ranks, rank 0 would have to send 2,000 gradients per
+# rank 0, which adds up and sends the sum back to each. With 2,000 ranks, rank 0 would have to send 1,999 gradients per
 # step, while 1,999 links stand idle.
 #
 # **Predict.** How many bytes does *each* rank have to send, at the least, if the work is shared fairly? Does that

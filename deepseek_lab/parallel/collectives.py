@@ -187,7 +187,7 @@ def all_reduce(x, group=None, op="sum"):
     with _collective("all_reduce", x, group, 2 * (n_ranks - 1), ring=op == "sum") as ours:
         if ours:
             return x.copy_(ring_all_reduce(x, group))
-        if op == "avg" and dist.get_backend(group) == "gloo":  # gloo knows no average
+        if op == "avg" and x.device.type == "cpu":  # gloo knows no average
             dist.all_reduce(x, dist.ReduceOp.SUM, group=group)
             return x.div_(n_ranks)
         dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()), group=group)
@@ -348,7 +348,7 @@ def _transfer(current, group, tag, send_x=None, dst=None, recv_x=None, src=None)
         if link:
             stamps["left_s"] = _clock(recv_x)
             posts.append((dist.irecv, stamps["left_s"], src, tag + _STAMP_TAG))
-    if dist.get_backend(group) == "nccl":  # must be posted as one
+    if any(x.is_cuda for _, x, _, _ in posts):  # NCCL wants them posted as one
         works = dist.batch_isend_irecv([dist.P2POp(op, x, group=group, group_peer=p, tag=t) for op, x, p, t in posts])
     else:
         peers = {dist.isend: "group_dst", dist.irecv: "group_src"}

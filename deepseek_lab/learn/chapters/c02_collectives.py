@@ -146,8 +146,9 @@ def _grade_messages(fn, path, make_input, make_expected, recognise, *, n_message
             return Verdict(False, words, name, detail=str(error))
         if not all(isinstance(g, torch.Tensor) and close(g, w) for g, w in zip(got, wanted, strict=True)):
             return wrong(words, name, [(f"rank {r}", w, g) for r, (w, g) in enumerate(zip(wanted, got, strict=True))])
-    sent = f"Each rank sent {seen[0]['sent_bytes']} bytes in {len(seen[0]['peers'])} messages"
-    return ok(f"{sent}{', all to one neighbour' if one_peer else ''}.", rows)
+    sent = " or ".join(str(n) for n in sorted({s["sent_bytes"] for s in seen}))
+    words = f"Each rank sent {sent} bytes in at most {max(len(s['peers']) for s in seen)} messages"
+    return ok(f"{words}{', all to one neighbour' if one_peer else ''}.", rows)
 
 
 def _traffic_problem(seen, n_messages, n_bytes, one_peer):
