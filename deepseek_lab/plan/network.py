@@ -15,10 +15,10 @@ import numpy as np
 
 
 def ring_all_reduce_seconds(n_bytes: float, n_ranks: int, latency_s: float, bytes_per_s: float) -> float:
-    """Seconds for an all-reduce of `n_bytes` per rank on a ring: 2 (R-1) rounds, in each a chunk of 1/R.
+    """Seconds for an all-reduce of `n_bytes` per rank on a ring: a reduce-scatter, then an all-gather.
 
-    Every rank sends and receives at once, over a link of its own.  The bytes sent, 2 (R-1)/R of the tensor, hardly
-    depend on R; the number of latencies grows with it.
+    Every rank sends and receives at once, over a link of its own: a round takes as long as one message.  The bytes
+    sent hardly depend on the number of ranks; the number of latencies grows with it.
     """
     n_rounds = 2 * (n_ranks - 1)
     return n_rounds * (latency_s + n_bytes / n_ranks / bytes_per_s)
