@@ -588,7 +588,7 @@ def suspect_all_reduce(x, group=None):
     return collectives.ring_all_gather(complete_C, group).view_as(x)
 
 
-def train_together(all_reduce, lr, steps=40):
+def train_together(all_reduce, lr, steps=25):
     """Fit 64 weights by gradient descent on four ranks' data: the loss of each step."""
     rank, n_ranks = collectives.rank_in(), collectives.size_of()
     generator = torch.Generator().manual_seed(0)
