@@ -10,44 +10,29 @@ the run and is reported with what the other ranks were waiting for.  Ranks die w
 dies.
 """
 
-import faulthandler
 import inspect
-import io
-import marshal
 import math
-import mmap
 import multiprocessing
 import os
 import re
-import select
 import shutil
 import signal
-import sys
 import tempfile
-import threading
 import time
 import traceback
-import types
-from collections import ChainMap
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
-from typing import ClassVar
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 
-import deepseek_lab
-from deepseek_lab import slots
+from deepseek_lab.learn import forkserver, rank_process
+from deepseek_lab.learn.rank_process import START_LIMIT_S, dumps
 from deepseek_lab.parallel import meter
 from deepseek_lab.parallel.meter import Link
 
-METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-PRELOAD = ["torch", "torch.distributed", "deepseek_lab.learn.ranks"]
-START_LIMIT_S = 120.0  # for all ranks to start and find each other; the caller's timeout runs from there
 SETTLE_S = 0.1  # after the first failure: time for an exit that caused it to be seen
 LIVE_PRINT_S = 2.0  # a shorter run prints rank by rank; a longer one every so often
 
@@ -150,19 +135,19 @@ class _Team:
     def start(self, call):
         (self.folder / "call").write_bytes(call)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= self.world_size else "gloo"
-        _start_server()
-        _busy_teams.add(self)
+        forkserver.start_server()
+        forkserver.busy_teams.add(self)
         for rank in range(self.world_size):
             (self.folder / f"note-{rank}").write_bytes(bytes(meter.NOTE_BYTES))
             channel, rank_channel = multiprocessing.Pipe()
             prints, rank_prints = multiprocessing.Pipe(duplex=False)
             world = (rank, self.world_size, backend, self.timeout_s, self.link)
-            process = multiprocessing.get_context(METHOD).Process(
-                target=_rank_main, args=(world, str(self.folder), rank_channel, rank_prints), name=f"rank{rank}"
-            )
+            arguments = (world, str(self.folder), rank_channel, rank_prints)
+            context = multiprocessing.get_context(forkserver.METHOD)
+            process = context.Process(target=rank_process.rank_main, args=arguments, name=f"rank{rank}")
             self.ranks.append(_Rank(process, channel, prints))  # before it starts: an interrupt may come at any time
             try:
-                _start_without_main(process)
+                forkserver.start(process)
             except (EOFError, ConnectionError) as error:
                 raise RuntimeError("the process that starts ranks is gone; what it printed above says why") from error
             rank_channel.close()
@@ -301,29 +286,15 @@ class _Team:
             rank.channel.close()
             rank.prints.close()
             rank.process.close()
-        _busy_teams.discard(self)
+        forkserver.busy_teams.discard(self)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._print()
-
-
-class _Pickler(cloudpickle.Pickler):
-    """cloudpickle forgets which file or cell code came from; tracebacks need it."""
-
-    dispatch_table: ClassVar = ChainMap(
-        {types.CodeType: lambda code: (marshal.loads, (marshal.dumps(code),))}, cloudpickle.Pickler.dispatch_table
-    )
-
-
-def _dumps(value):
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
 
 
 def _dump_call(fn, args, kwargs, overrides):
     """Pickle the call; if that fails, say which part of it cannot travel."""
     try:
-        return _dumps((fn, args, kwargs, overrides))
+        return dumps((fn, args, kwargs, overrides))
     except Exception as error:  # picklers raise all sorts of types
         parts = {f"argument {n} of {fn!r}": value for n, value in enumerate(args, 1)}
         parts |= {f"argument {name}=": value for name, value in kwargs.items()}
@@ -341,7 +312,7 @@ def _dump_call(fn, args, kwargs, overrides):
 
 def _travels(value):
     try:
-        _dumps(value)
+        dumps(value)
     except Exception:
         return False
     return True
@@ -361,7 +332,7 @@ def _ranks(numbers):
 def _describe_stack(text):
     """One line from faulthandler's dump: the torch.distributed call, if any, and the line that made it."""
     frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)
-    mine = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0] and f[0] != __file__]
+    mine = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0] and f[0] != rank_process.__file__]
     calls = [name for file, _, name in frames if file.endswith("distributed_c10d.py")]
     where = f"line {mine[0][1]} of {mine[0][2]}" if mine else "an unknown place"
     return f"waiting in torch.distributed's {calls[-1]}, called from {where}" if calls else f"running {where}"
@@ -384,151 +355,7 @@ def _alive(pid):
     return True
 
 
-# --- the server that forks ranks ----------------------------------------------------------------------------
-
-_starting = threading.RLock()
-_loaded_sources: object = None
-_busy_teams: set[object] = set()
-
-
-def _start_server():
-    """See that the fork server runs, with today's sources loaded.  It loads in the background, about two seconds."""
-    global _loaded_sources
-    if METHOD != "forkserver":
-        return
-    from multiprocessing import forkserver
-
-    with _starting:
-        server = forkserver._forkserver
-        forked_us = getattr(server, "_forkserver_address", None) and server._forkserver_pid is None
-        if forked_us and sys.version_info < (3, 14):
-            server.ensure_running = lambda: None  # we are a rank: use our own server, where CPython starts a second
-            return
-        sources = _sources()
-        if _loaded_sources not in (None, sources) and not _busy_teams and hasattr(server, "_stop"):
-            server._stop()  # it holds old code; this waits for all ranks that it forked
-        forkserver.set_forkserver_preload(PRELOAD)
-        forkserver.ensure_running()
-        _loaded_sources = sources
-
-
-def _sources():
-    root = Path(deepseek_lab.__file__).parent
-    return sorted((str(path), path.stat().st_mtime_ns) for path in root.rglob("*.py"))
-
-
-def _start_without_main(process):
-    """Start a process that does not re-import the script which started it: cloudpickle sends what is needed of it."""
-    with _starting:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            process.start()
-        finally:
-            sys.modules["__main__"] = main
-
-
-# --- a rank's side ------------------------------------------------------------------------------------------
-
-
-def _rank_main(world, folder, channel, prints):
-    """Life of a rank: join the others, run the function, send what came out, and stay until told to go.
-
-    It stays, because closing its sockets would make its peers fail and hide the true cause.
-    """
-    rank, world_size, backend, timeout_s, link = world
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt goes to the parent, which ends us
-    _die_with_parent()
-    _print_into(prints)
-    stack = open(f"{folder}/stack-{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-    with open(f"{folder}/note-{rank}", "r+b") as note:
-        meter.use_note(mmap.mmap(note.fileno(), meter.NOTE_BYTES))
-    try:
-        _join(rank, world_size, backend, timeout_s, folder)
-        channel.send_bytes(_dumps(("running",)))
-        meter.use_link(link)
-        fn, args, kwargs, overrides = cloudpickle.loads(Path(folder, "call").read_bytes())
-        with slots.filled(overrides) if overrides else nullcontext():
-            result = fn(*args, **kwargs)
-        message = ("returned", _dump_result(result))
-    except BaseException as error:  # SystemExit too: the parent decides what it means
-        message = _failed(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        channel.send_bytes(_dumps(message))
-        channel.recv_bytes()
-    finally:
-        os._exit(0)
-
-
-def _join(rank, world_size, backend, timeout_s, folder):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)  # a cell prints the same when it is run again
-    if "nccl" in backend:
-        torch.cuda.set_device(rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(f"{folder}/store", world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s + START_LIMIT_S),  # the parent's clock comes first
-    )
-
-
-def _dump_result(result):
-    try:
-        return _dumps(result)
-    except Exception as error:
-        raise TypeError(f"what it returned ({type(result).__name__}) cannot be copied back: {error}") from None
-
-
-def _failed(error):
-    at_s = time.monotonic()
-    if isinstance(error, SystemExit):
-        cause = f"called sys.exit({error.code!r})"
-    else:
-        cause = f"raised {type(error).__name__}: {error}".rstrip(": ")
-    told = traceback.TracebackException.from_exception(error, lookup_lines=False)  # lines are looked up in the notebook
-    told.stack[:] = [frame for frame in told.stack if frame.filename != __file__]
-    return "failed", at_s, cause, told if told.stack else None
-
-
-def _print_into(pipe):
-    os.dup2(pipe.fileno(), 1)
-    os.dup2(pipe.fileno(), 2)
-    sys.stdout, sys.stderr = (
-        open(fd, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-        for fd in (1, 2)
-    )
-
-
-def _die_with_parent():
-    """End this process as soon as its parent is gone, even if that was killed."""
-    parent = multiprocessing.parent_process()
-    if not sys.platform.startswith("linux"):
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-        return
-    import fcntl
-
-    # The parent holds the other end of this pipe.  When it closes, the kernel sends SIGIO, which ends us also
-    # inside a wait of gloo; a death signal would not do, since the fork server, not the kernel, is our parent process.
-    fd = os.dup(parent.sentinel)
-    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([fd], [], [], 0)[0]:
-        os._exit(1)
-
-
-def _is_helper():
-    """Are we the fork server, the resource tracker or a rank, rather than somebody's notebook or script?"""
-    return multiprocessing.parent_process() is not None or any("from multiprocessing." in arg for arg in sys.orig_argv)
-
-
-if _is_helper():
+if forkserver.is_helper():
     torch.set_num_threads(1)  # no thread pool may exist where ranks are forked
 else:
-    _start_server()
+    forkserver.start_server()

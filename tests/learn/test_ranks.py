@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from deepseek_lab.learn import ranks
+from deepseek_lab.learn import forkserver
 from deepseek_lab.learn.ranks import RankError, RankTimeout, run_ranks
 from deepseek_lab.parallel import collectives
 from deepseek_lab.parallel.collectives import Link
@@ -49,7 +49,7 @@ def test_a_rank_starts_like_a_fresh_process():
     )[1]
     assert threads == 1
     assert seed == 0
-    assert parent != os.getpid() or ranks.METHOD == "spawn"
+    assert parent != os.getpid() or forkserver.METHOD == "spawn"
 
 
 def test_first_failure_is_named_with_its_traceback_and_where_the_others_wait():
@@ -341,14 +341,14 @@ def test_an_interrupt_ends_the_ranks(busy_script):
     assert not list(Path(tempfile.gettempdir()).glob(f"deepseek_lab-{parent.pid}-*"))
 
 
-@pytest.mark.skipif(ranks.METHOD != "forkserver", reason="spawned ranks load everything anew")
+@pytest.mark.skipif(forkserver.METHOD != "forkserver", reason="spawned ranks load everything anew")
 def test_an_edited_source_is_loaded_anew(monkeypatch):
     def server():
         return run_ranks(os.getppid, 1)[0]
 
     before = server()
     assert server() == before
-    monkeypatch.setattr(ranks, "_sources", lambda: "edited")
+    monkeypatch.setattr(forkserver, "_sources", lambda: "edited")
     after = server()
     assert after != before
     assert server() == after
