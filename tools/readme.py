@@ -7,14 +7,12 @@ claims table from docs/claims.csv.  Each stands between two comment markers; eve
 from __future__ import annotations
 
 import ast
-import csv
 import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-OPEN = ("", "open")
 
 
 def chapter_table() -> str:
@@ -38,9 +36,10 @@ def cost_box(tree: ast.AST) -> dict[str, float]:
 
 
 def claims() -> str:
-    with (ROOT / "docs" / "claims.csv").open(encoding="utf-8", newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    settled = [row for row in rows if row["verdict"] not in OPEN]
+    from deepseek_lab.learn.widgets import read_claims
+
+    rows = read_claims(ROOT / "docs" / "claims.csv")
+    settled = [row for row in rows if row["verdict"]]
     lines = ["| claim | chapter | verdict | measured |", "|---|---|---|---|"]
     for row in settled:
         cells = (f"{row['id']}: {row['claim']}", row["chapter"], row["verdict"], row["measured"])
