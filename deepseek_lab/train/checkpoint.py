@@ -81,7 +81,7 @@ def save(
         index = {"format": FORMAT, "step": step, "meta": meta, "files": every}
         (partial / INDEX).write_text(json.dumps(index, indent=1))
         _flush(partial / INDEX)
-        if final.exists():  # resumed from an older one, and came here again
+        if final.exists():  # it was refused, and the run came here again from an older one
             shutil.rmtree(final)
         os.replace(partial, final)
         _flush(root)

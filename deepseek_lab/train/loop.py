@@ -42,7 +42,7 @@ class Trainer:
         dtype = torch.float64 if config.precision == "fp64" else torch.float32
         self.model = DeepSeekModel(config.model, seed=config.train.seed).to(self.device, dtype)
         self.optimizer = optim.build_optimizer(self.model, config.optim)
-        self.steps_done = 0
+        self.steps_done = self.steps_saved = 0
         self.interrupted = False
         self.flops_per_token = flops.flops_per_token(config.model, config.data.seq_len)
         collectives.barrier(mesh.dp_group)
@@ -142,8 +142,11 @@ class Trainer:
             "train.global_batch_size": config.train.global_batch_size,
         }
 
-    def save(self) -> Path:
-        return checkpoint.save(
+    def save(self) -> None:
+        """Write a checkpoint, unless the newest one already stands at this step."""
+        if self.steps_saved == self.steps_done:
+            return
+        checkpoint.save(
             self.checkpoints,
             self.steps_done,
             checkpoint.state_tensors(self.model, self.optimizer),
@@ -151,6 +154,7 @@ class Trainer:
             keep=self.config.train.keep_checkpoints,
             group=self.mesh.dp_group,
         )
+        self.steps_saved = self.steps_done
 
     def resume(self) -> list[str]:
         """Go on from the newest good checkpoint; returns why newer ones were passed over.
@@ -167,7 +171,7 @@ class Trainer:
             reasons = "".join(f"\n  {reason}" for reason in refused) or " it is empty"
             raise checkpoint.CheckpointError(f"nothing to resume from in {self.checkpoints}:{reasons}")
         checkpoint.load_state(found, self.model, self.optimizer)
-        self.steps_done = found.step
+        self.steps_done = self.steps_saved = found.step
         return refused
 
     # --- the run ----------------------------------------------------------------------------------------------
