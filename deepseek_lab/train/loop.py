@@ -42,7 +42,7 @@ class Trainer:
         dtype = torch.float64 if config.precision == "fp64" else torch.float32
         self.model = DeepSeekModel(config.model, seed=config.train.seed).to(self.device, dtype)
         self.optimizer = optim.build_optimizer(self.model, config.optim)
-        self.steps_done = self.steps_saved = 0
+        self.steps_done, self.steps_saved = 0, -1
         self.interrupted = False
         self.flops_per_token = flops.flops_per_token(config.model, config.data.seq_len)
         collectives.barrier(mesh.dp_group)
