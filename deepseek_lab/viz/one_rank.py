@@ -74,10 +74,10 @@ def draw_utilization(runs: dict[str, float], target: float) -> Figure:
     """Bars of model FLOPs utilization, and a line at the target."""
     with theme.figure(figsize=(7, 0.32 * len(runs) + 1)) as (fig, axes):
         names = sorted(runs, key=runs.__getitem__)
-        bars = axes.barh(names, [100 * runs[name] for name in names], color=BLUE, alpha=0.6)
-        axes.bar_label(bars, fmt="%.0f", padding=3, color=theme.INK)
-        axes.axvline(100 * target, color=VERMILION, ls="--")
-        axes.annotate("the article's target", (100 * target, 0), (4, 0), textcoords="offset points", color=VERMILION)
+        bars = axes.barh(names, [100 * runs[name] for name in names], color=BLUE, alpha=0.7)
+        axes.bar_label(bars, fmt="%.0f", label_type="center", color="white")
+        axes.axvline(100 * target, color=VERMILION, ls="--", zorder=0)
+        axes.annotate("target", (100 * target, 0), (6, -3), textcoords="offset points", color=VERMILION)
         axes.set(xlim=(0, 70), xlabel="model FLOPs utilization (% of the dense peak)")
         return fig
 
@@ -85,8 +85,8 @@ def draw_utilization(runs: dict[str, float], target: float) -> Figure:
 def draw_next_token(axes, tokens: Sequence[str], before: Sequence[float], after: Sequence[float]) -> None:
     """The likeliest next tokens: what the model says, and what the sampler will draw from."""
     places = range(len(tokens))
-    axes.bar(places, before, width=0.8, color=theme.INK, alpha=0.3, label="the model's probabilities")
-    axes.bar(places, after, width=0.45, color=BLUE, label="what is drawn from")
+    axes.bar(places, before, width=0.8, color=theme.INK, alpha=0.5, label="the model's probabilities")
+    axes.bar(places, after, width=0.45, color=BLUE, label="share of 400 draws")
     axes.set_xticks(places, tokens, rotation=60, ha="right", fontsize=8)
     axes.set(ylabel="probability", ylim=(0, max(*before, *after) * 1.1))
     axes.legend(loc="upper right")
