@@ -75,7 +75,9 @@ def serial(tmp_path_factory):
 @pytest.mark.parametrize(("dp", "micro_batch_size", "by"), LAYOUTS)
 def test_every_split_of_the_batch_gives_the_serial_run(dp, micro_batch_size, by, serial, tmp_path):
     lines, gradients, state = serial
-    for rank_lines, rank_gradients, rank_state in run_ranks(train, dp, config_for(micro_batch_size, by), tmp_path):
+    for rank_lines, rank_gradients, rank_state in run_ranks(
+        train, dp, config_for(micro_batch_size, by), tmp_path, timeout=120
+    ):
         for ours, theirs in zip(rank_lines, lines, strict=True):
             for key in ("loss", "grad_norm", "lr"):
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-10)
@@ -114,7 +116,7 @@ own = data_parallel.all_reduce_gradients
     ],
 )
 def test_the_comparison_sees_planted_mistakes(path, wrong, seen_in, serial, tmp_path):
-    lines, gradients, _ = run_ranks(train, 2, config_for(7), tmp_path, overrides={path: wrong})[0]
+    lines, gradients, _ = run_ranks(train, 2, config_for(7), tmp_path, timeout=120, overrides={path: wrong})[0]
     if seen_in in lines[0]:  # gradients that are all too small by one factor look right once they are clipped
         assert lines[0][seen_in] != pytest.approx(serial[0][0][seen_in], rel=1e-4)
     else:
