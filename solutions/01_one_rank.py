@@ -399,7 +399,7 @@ from deepseek_lab.model.generate import stream
 
 
 def continue_text(model, prompt, n=40, **how):
-    new = stream(model, [tokenizer.eot_id, *tokenizer.encode(prompt)], max_new_tokens=n, seed=1, **how)
+    new = stream(model, tokenizer.encode(prompt), max_new_tokens=n, seed=1, **how)
     return prompt + "▸" + tokenizer.decode(list(new))
 
 
@@ -429,7 +429,7 @@ check(sample_next)
 
 # %%
 with torch.no_grad():
-    logits_V = model(torch.tensor([[tokenizer.eot_id, *tokenizer.encode("The king of")]]))[0, -1]
+    logits_V = model(torch.tensor([tokenizer.encode("The king of")]))[0, -1]
 probabilities, likeliest = logits_V.softmax(-1).topk(16)
 names = [text if (text := tokenizer.decode([int(token)])).isascii() else "(zh)" for token in likeliest]
 
@@ -450,7 +450,7 @@ slider_figure(
 
 # %%
 slots.fill(slots.load_mine())
-for prompt in ("In the beginning", "You can insert", "如果您要", "选择"):
+for prompt in ("In the beginning", "If you want to", "如果您要", "选择"):
     print(continue_text(model, prompt, temperature=0.7, top_p=0.9), "\n")
 
 # %% [markdown]
