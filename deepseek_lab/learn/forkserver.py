@@ -15,7 +15,7 @@ from typing import Any
 import deepseek_lab
 
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-PRELOAD = ["torch", "torch.distributed", "deepseek_lab.learn.ranks"]
+PRELOAD = ["torch", "torch.distributed", "deepseek_lab.learn.ranks", "torch._dynamo"]  # the last: optimizers want it
 
 busy_teams: set[object] = set()  # the calls whose ranks are alive
 _starting = threading.RLock()
