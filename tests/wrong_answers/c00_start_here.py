@@ -74,6 +74,36 @@ def first_rank_alone_takes_part(loss_sum, n_tokens, group=None):
     return totals[0] / totals[1]
 
 
+def _totals(loss_sum, n_tokens, group):
+    return collectives.all_reduce(torch.tensor([loss_sum, n_tokens], dtype=torch.float64), group)
+
+
+def nothing_returned(loss_sum, n_tokens, group=None):
+    _totals(loss_sum, n_tokens, group)
+
+
+def a_python_number(loss_sum, n_tokens, group=None):
+    totals = _totals(loss_sum, n_tokens, group)
+    return (totals[0] / totals[1]).item()
+
+
+def two_all_reduces(loss_sum, n_tokens, group=None):
+    total = collectives.all_reduce(loss_sum.clone(), group)
+    return total / collectives.all_reduce(torch.tensor(float(n_tokens)), group)
+
+
+def in_the_type_of_the_losses(loss_sum, n_tokens, group=None):
+    totals = collectives.all_reduce(torch.tensor([loss_sum, n_tokens]), group)
+    return totals[0] / totals[1]
+
+
+def idle_rank_stays_away(loss_sum, n_tokens, group=None):
+    if n_tokens == 0:
+        return torch.zeros((), dtype=torch.float64)
+    totals = _totals(loss_sum, n_tokens, group)
+    return totals[0] / totals[1]
+
+
 WRONG = [
     Wrong("0.1", mean_of_means, "a mean of means"),
     Wrong("0.1", local_mean, "a local mean"),
@@ -88,4 +118,9 @@ WRONG = [
     Wrong("0.1", gathers_everything, "more traffic than two all-reduced numbers need"),
     Wrong("0.1", returns_the_totals),
     Wrong("0.1", first_rank_alone_takes_part),
+    Wrong("0.1", nothing_returned, "nothing is returned"),
+    Wrong("0.1", a_python_number, "not a scalar tensor in fp64"),
+    Wrong("0.1", two_all_reduces, "two all-reduces where one would do"),
+    Wrong("0.1", in_the_type_of_the_losses, "the sums take the type of the losses"),
+    Wrong("0.1", idle_rank_stays_away, "a rank without tokens stays away"),
 ]

@@ -1,10 +1,12 @@
 """Chapter 00: one small exercise, so that the whole loop of the course is felt in ten minutes."""
 
+from math import isnan
+
 import torch
 import torch.distributed as dist
 
 from deepseek_lab.learn.exercises import Exercise
-from deepseek_lab.learn.ranks import run_ranks
+from deepseek_lab.learn.ranks import RankTimeout, run_ranks
 from deepseek_lab.learn.verdict import Verdict, close, ok, wrong
 from deepseek_lab.learn.wiretap import wiretap
 from deepseek_lab.parallel import data_parallel
@@ -14,14 +16,22 @@ PATH = "deepseek_lab.parallel.data_parallel.global_token_mean"
 # Four ranks; no two hold as many tokens, and their means differ as well (about 2, 3, 5 and 6 nats a token).
 LOSS_SUMS = (512.5, 96.25, 80.75, 30.5)
 N_TOKENS = (256, 32, 16, 5)
+# The same, but rank 3 has nothing, and rank 0 has one token more than fp32 can count.
+IDLE_LOSS_SUMS = (*LOSS_SUMS[:3], 0.0)
+IDLE_N_TOKENS = (2**24 + 1, 32, 16, 0)
+ASKED = "float64 tensor of shape ()"
 
 
 def grade_global_token_mean(fn) -> Verdict:
-    """Four ranks with uneven shares: the same and right mean everywhere, then again in two groups of two."""
+    """Uneven shares over the world, then in groups of two, then with fp32 losses and a rank that has no tokens."""
     results = run_ranks(_on_rank, 4, timeout=10, overrides={PATH: fn})
     means = [result["mean"] for result in results]
     expected = sum(LOSS_SUMS) / sum(N_TOKENS)
-    rows = [(f"rank {rank}", expected, mean) for rank, mean in enumerate(means)]
+    rows = [
+        (f"rank {r}", expected, result["kind"] if isnan(means[r]) else means[r]) for r, result in enumerate(results)
+    ]
+    if all(result["kind"] == "None" for result in results):
+        return wrong("The function returned None on every rank.", "nothing is returned", rows)
     if not all(close(mean, expected) for mean in means):
         return wrong(*_why_wrong(means, expected), rows)
     if any(result["overwritten"] for result in results):
@@ -32,16 +42,56 @@ def grade_global_token_mean(fn) -> Verdict:
     if not all(close(got, asked) for _, asked, got in pair_rows):
         summary = "Over the whole world it is right. In a group of two ranks it is not: only they may take part."
         return wrong(summary, "it ignores the group", pair_rows)
+    if problem := _traffic_problem(results[0]["calls"]) or _type_problem(results) or _idle_problem(fn):
+        return problem
+    n_bytes = sum(call.payload_bytes for call in results[0]["calls"])
+    return ok(
+        f"Every rank has the mean over all {sum(N_TOKENS)} tokens. It took one all-reduce of {n_bytes} bytes.", rows
+    )
 
-    calls = results[0]["calls"]
-    n_bytes = sum(call.payload_bytes for call in calls)
-    sent = f"{len(calls)} collective{'s' if len(calls) > 1 else ''} and {n_bytes} bytes"
+
+def _traffic_problem(calls) -> Verdict | None:
+    """The numbers are right; were they come by with one all-reduce?"""
     if not all(call.our_door for call in calls):
         summary = "The numbers are right, but torch.distributed was called directly, where no meter sees it."
         return wrong(summary, "it goes past our own door")
-    if len(calls) > 2 or any(call.op != "all_reduce" for call in calls):
-        return wrong(f"The numbers are right, but it took {sent}.", "more traffic than two all-reduced numbers need")
-    return ok(f"Every rank has the mean over all {sum(N_TOKENS)} tokens. It took {sent}.", rows)
+    ops = [call.op for call in calls]
+    if ops == ["all_reduce"]:
+        return None
+    if ops == ["all_reduce", "all_reduce"]:
+        return wrong(
+            "The numbers are right, but each of the two went its own way.", "two all-reduces where one would do"
+        )
+    n_bytes = sum(call.payload_bytes for call in calls)
+    summary = f"The numbers are right, but it took {len(calls)} collectives and {n_bytes} bytes."
+    return wrong(summary, "more traffic than two all-reduced numbers need")
+
+
+def _type_problem(results) -> Verdict | None:
+    """The numbers are right; are they in the form that callers rely on?"""
+    kinds = [(f"rank {r} returned", ASKED, result["kind"]) for r, result in enumerate(results)]
+    if all(got == ASKED for *_, got in kinds):
+        return None
+    return wrong("The number is right, but not what it is wrapped in.", "not a scalar tensor in fp64", kinds)
+
+
+def _idle_problem(fn) -> Verdict | None:
+    """Rank 3 has no tokens, and the losses are in fp32: does everybody take part, and in fp64?"""
+    expected = sum(IDLE_LOSS_SUMS) / sum(IDLE_N_TOKENS)
+    try:
+        results = run_ranks(_with_an_idle_rank, 4, timeout=4, overrides={PATH: fn})
+    except RankTimeout as timeout:
+        summary = "Rank 3 has no tokens here, and the ranks wait for each other. An all-reduce needs every rank."
+        return Verdict(False, summary, "a rank without tokens stays away", detail=str(timeout))
+    rows = [(f"rank {r}, while rank 3 has no tokens", expected, mean) for r, (mean, _) in enumerate(results)]
+    if all(close(mean, expected) and kind == ASKED for mean, kind in results):
+        return None
+    if all(close(mean, expected, 1e-6) for mean, _ in results):
+        summary = (
+            f"With losses in fp32 the sums are in fp32, too: {sum(IDLE_N_TOKENS):,} tokens cannot be counted in it."
+        )
+        return wrong(summary, "the sums take the type of the losses", rows)
+    return wrong("It is right as long as every rank has tokens. Here rank 3 has none.", None, rows)
 
 
 def _on_rank() -> dict:
@@ -53,8 +103,22 @@ def _on_rank() -> dict:
         mean = data_parallel.global_token_mean(loss_sum, N_TOKENS[rank])
     overwritten = loss_sum.item() != LOSS_SUMS[rank]
     loss_sum.fill_(LOSS_SUMS[rank])
-    pair_mean = data_parallel.global_token_mean(loss_sum, N_TOKENS[rank], pairs[rank // 2])
-    return {"mean": _number(mean), "pair_mean": _number(pair_mean), "overwritten": overwritten, "calls": calls}
+    pair_mean = _number(data_parallel.global_token_mean(loss_sum, N_TOKENS[rank], pairs[rank // 2]))
+    seen = {"mean": _number(mean), "kind": _kind(mean)}
+    return seen | {"pair_mean": pair_mean, "overwritten": overwritten, "calls": calls}
+
+
+def _with_an_idle_rank() -> tuple[float, str]:
+    rank = dist.get_rank()
+    mean = data_parallel.global_token_mean(torch.tensor(IDLE_LOSS_SUMS[rank]), IDLE_N_TOKENS[rank])
+    return _number(mean), _kind(mean)
+
+
+def _kind(value) -> str:
+    """In words, what was returned: its type, and the shape of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else f"a Python {type(value).__name__}"
 
 
 def _number(value) -> float:
