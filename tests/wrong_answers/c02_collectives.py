@@ -69,6 +69,19 @@ def collectives_too(sent_RR, event, place):
     sent_RR[event.rank][event.peer or 0] += event.wire_bytes or 0
 
 
+@_matrix
+def nothing_to_rank_0(sent_RR, event, place):
+    if event.peer:
+        sent_RR[event.rank][event.peer] += event.wire_bytes
+
+
+@_matrix
+def one_row_for_all(sent_RR, event, place):
+    sent_RR[:] = [sent_RR[0]] * len(sent_RR)
+    if event.peer is not None:
+        sent_RR[event.rank][event.peer] += event.wire_bytes
+
+
 # 2.2 ----------------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +127,20 @@ def one_step_too_few(x_RC, group=None):
     return sum_RC[rank]
 
 
+def last_step_missing(x_RC, group=None):
+    return _reduce_scatter(x_RC, group, steps=size_of(group) - 2)
+
+
+def returns_its_working_tensor(x_RC, group=None):
+    sum_RC = x_RC.clone()
+    sum_RC[rank_in(group)] = _reduce_scatter(x_RC, group)
+    return sum_RC
+
+
+def a_table_of_one_row(x_RC, group=None):
+    return _reduce_scatter(x_RC, group)[None]
+
+
 def adds_into_the_row_it_sent(x_RC, group=None):
     rank, n_ranks, right, left = _ring(group)
     sum_RC, arrived_C = x_RC.clone(), torch.empty_like(x_RC[0])
@@ -128,10 +155,10 @@ def returns_all_rows(x_RC, group=None):
     return collectives.ring_all_gather(_reduce_scatter(x_RC, group), group)
 
 
-def _reduce_scatter(x_RC, group=None):
+def _reduce_scatter(x_RC, group=None, steps=None):
     rank, n_ranks, right, left = _ring(group)
     sum_RC, arrived_C = x_RC.clone(), torch.empty_like(x_RC[0])
-    for step in range(n_ranks - 1):
+    for step in range(n_ranks - 1 if steps is None else steps):
         exchange(sum_RC[(rank - 1 - step) % n_ranks], right, arrived_C, left, group)
         sum_RC[(rank - 2 - step) % n_ranks] += arrived_C
     return sum_RC[rank]
@@ -242,6 +269,12 @@ def last_row_missing(x_C, group=None):
     return _gather(x_C, group, steps=size_of(group) - 2)
 
 
+def one_buffer_for_all(x_C, group=None):
+    rank, gathered_RC = rank_in(group), _gather(x_C, group)
+    last_C = gathered_RC[(rank + 1) % size_of(group)]
+    return torch.stack([x_C if row == rank else last_C for row in range(size_of(group))])
+
+
 def rows_run_together(x_C, group=None):
     return _gather(x_C, group).flatten()
 
@@ -288,6 +321,20 @@ def _ring_sum(x, group=None):
 def without_padding(x, group=None):
     my_sum_C = collectives.ring_reduce_scatter(x.view(size_of(group), -1), group)
     return collectives.ring_all_gather(my_sum_C, group).view_as(x)
+
+
+def one_row_of_padding_too_many(x, group=None):
+    n_ranks = size_of(group)
+    padded = F.pad(x.flatten(), (0, n_ranks - x.numel() % n_ranks))
+    return _ring_sum(padded, group)[: x.numel()].view_as(x)
+
+
+def contiguous_only(x, group=None):
+    return _ring_sum(x.view(-1), group)[: x.numel()].view_as(x)
+
+
+def remainder_cut_off(x, group=None):
+    return _ring_sum(x.flatten()[: x.numel() // size_of(group) * size_of(group)], group)
 
 
 def padding_left_in(x, group=None):
@@ -376,6 +423,13 @@ def expects_what_it_sends(x, send_counts, recv_counts, group=None):
     return F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows[: len(x)]
 
 
+def all_begin_with_rank_0(x, send_counts, recv_counts, group=None):
+    def in_rank_order(rank, step, n_ranks):
+        return ([peer for peer in range(n_ranks) if peer != rank][step - 1],) * 2
+
+    return torch.cat(_pairs(x, send_counts, recv_counts, group, in_rank_order))
+
+
 def everything_to_everybody(x, send_counts, recv_counts, group=None):
     rank, n_ranks, *_ = _ring(group)
     counts = [list(send_counts)] * n_ranks
@@ -409,7 +463,11 @@ def one_latency(n_bytes, n_ranks, latency_s, bytes_per_s):
     return latency_s + 2 * (n_ranks - 1) / n_ranks * n_bytes / bytes_per_s
 
 
-def one_round_too_many(n_bytes, n_ranks, latency_s, bytes_per_s):
+def one_latency_for_each_half(n_bytes, n_ranks, latency_s, bytes_per_s):
+    return 2 * (latency_s + (n_ranks - 1) / n_ranks * n_bytes / bytes_per_s)
+
+
+def two_rounds_too_many(n_bytes, n_ranks, latency_s, bytes_per_s):
     return 2 * n_ranks * (latency_s + n_bytes / n_ranks / bytes_per_s)
 
 
@@ -477,13 +535,13 @@ def logarithms(n_bytes, seconds):
 # 2.8 ----------------------------------------------------------------------------------------------------------
 
 
-def _f(name, forward=None, backward=None):
+def _f(name, forward=None, backward=None, nones=1):
     def keep(ctx, x, group):
         ctx.group = group
         return forward(x, group) if forward else x.view_as(x)
 
     def back(ctx, grad):
-        return (backward(grad, ctx.group) if backward else grad), None
+        return (backward(grad, ctx.group) if backward else grad), *([None] * nones)
 
     return type(name, (torch.autograd.Function,), {"forward": staticmethod(keep), "backward": staticmethod(back)})
 
@@ -504,6 +562,7 @@ Averages = _f("Averages", backward=lambda grad, group: _summed(grad, group) / si
 SumsInPlace = _f("SumsInPlace", backward=lambda grad, group: collectives.all_reduce(grad, group))
 WholeWorld = _f("WholeWorld", backward=lambda grad, group: _summed(grad, None))
 PastTheDoor = _f("PastTheDoor", backward=_past_the_door)
+ForgetsTheGroup = _f("ForgetsTheGroup", backward=_summed, nones=0)
 InFp32 = _f("InFp32", backward=lambda grad, group: _summed(grad.float(), group))
 GathersGradients = _f("GathersGradients", backward=lambda grad, group: collectives.all_gather(grad[None], group).sum(0))
 
@@ -516,10 +575,15 @@ WRONG = [
     Wrong("2.1", without_steps, "steps of a collective are left out"),
     Wrong("2.1", place_in_the_list, "a trace's place in the list is taken for its rank"),
     Wrong("2.1", collectives_too),
+    Wrong("2.1", nothing_to_rank_0, "what goes to rank 0 is left out: the number 0 counts as false"),
+    Wrong("2.1", one_row_for_all, "all rows are one and the same list"),
     Wrong("2.2", rows_end_one_place_off, "the right rows on the wrong ranks"),
     Wrong("2.2", replaces_instead_of_adding, "what arrives replaces the partial sum"),
     Wrong("2.2", sends_its_own_rows, "it sends its own rows, not partial sums"),
     Wrong("2.2", one_step_too_few, "one step too few"),
+    Wrong("2.2", last_step_missing, "nothing arrives in the row that is returned"),
+    Wrong("2.2", returns_its_working_tensor, "it returns its whole working tensor"),
+    Wrong("2.2", a_table_of_one_row, "a table of one row, not a row"),
     Wrong("2.2", adds_into_the_row_it_sent),
     Wrong("2.2", returns_all_rows, "it returns all rows"),
     Wrong("2.2", mean_of_rows, "a mean, not a sum"),
@@ -536,11 +600,15 @@ WRONG = [
     Wrong("2.3", order_of_arrival, "rows in order of arrival, not of rank"),
     Wrong("2.3", last_row_missing, "one step too few"),
     Wrong("2.3", rows_run_together, "the rows are run together"),
+    Wrong("2.3", one_buffer_for_all, "one buffer for all that arrives"),
     Wrong("2.3", everyone_to_everyone, "everyone sends to everyone"),
     Wrong("2.3", gathers_with_a_collective, "a collective is built from a collective"),
     Wrong("2.3", sends_all_that_it_has, "more bytes than needed"),
     Wrong("2.4", without_padding, "it needs sizes that the ranks divide"),
     Wrong("2.4", padding_left_in, "the padding is not cut off"),
+    Wrong("2.4", one_row_of_padding_too_many, "padding where none is needed"),
+    Wrong("2.4", contiguous_only, "it needs a contiguous tensor"),
+    Wrong("2.4", remainder_cut_off, "the remainder is cut off"),
     Wrong("2.4", shape_lost, "the shape is lost"),
     Wrong("2.4", mean_of_all, "a mean, not a sum"),
     Wrong("2.4", no_gather, "the all-gather is missing"),
@@ -553,6 +621,7 @@ WRONG = [
     Wrong("2.5", receives_from_whom_it_sends_to, "sends and receives do not match"),
     Wrong("2.5", pairs_by_xor, "partners by XOR: only for a power of two"),
     Wrong("2.5", rows_as_they_come, "rows in order of arrival, not of rank"),
+    Wrong("2.5", all_begin_with_rank_0, "a queue at one rank"),
     Wrong("2.5", forgets_its_own_rows, "its own rows are missing"),
     Wrong("2.5", expects_what_it_sends, "it expects as many rows as it sends"),
     Wrong("2.5", everything_to_everybody, "more bytes than needed"),
@@ -560,7 +629,8 @@ WRONG = [
     Wrong("2.6", half_of_it, "half of it: the all-gather is missing"),
     Wrong("2.6", whole_tensor, "the whole tensor in every round"),
     Wrong("2.6", one_latency, "one latency for all rounds"),
-    Wrong("2.6", one_round_too_many, "one round too many"),
+    Wrong("2.6", one_latency_for_each_half, "one latency for each half"),
+    Wrong("2.6", two_rounds_too_many, "2 R rounds: two too many"),
     Wrong("2.6", bits, "bytes taken for bits"),
     Wrong("2.6", no_latency, "no latency"),
     Wrong("2.6", a_tree, "a tree, not a ring"),
@@ -578,6 +648,7 @@ WRONG = [
     Wrong("2.8", Averages, "a mean, not a sum"),
     Wrong("2.8", SumsInPlace, "it sums in place a gradient that others use"),
     Wrong("2.8", WholeWorld, "it ignores the group"),
+    Wrong("2.8", ForgetsTheGroup, "the None for the group is missing"),
     Wrong("2.8", PastTheDoor, "it goes past our own door"),
     Wrong("2.8", InFp32, "fp64 is lost on the way"),
     Wrong("2.8", GathersGradients, "more traffic than one all-reduce"),

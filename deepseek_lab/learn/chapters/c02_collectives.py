@@ -5,10 +5,12 @@ rank r contributes 10^r, so a sum over four ranks is 1111, and 1101 tells that r
 """
 
 import math
+import re
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from deepseek_lab.learn.exercises import Exercise
 from deepseek_lab.learn.ranks import RankError, RankTimeout, run_ranks
@@ -31,7 +33,7 @@ COPY = f"{COLLECTIVES}.CopyToGroup"
 
 
 def grade_traffic_matrix(fn) -> Verdict:
-    """Events made by hand: two messages to one peer, both ends of a message, steps of a collective, collectives."""
+    """Events made by hand: two messages to one peer, both ends of a message, one to rank 0, a step of a collective."""
     everyone = (0, 1, 2, 3)
 
     def event(op, rank, peer, payload, wire, within=None):
@@ -41,16 +43,18 @@ def grade_traffic_matrix(fn) -> Verdict:
         Trace([event("send", 0, 1, 100, 100), event("send", 0, 1, 20, 20), event("send", 0, 3, 7, 7)]),
         Trace([event("recv", 1, 0, 100, 0), event("recv", 1, 0, 20, 0)]),
         Trace([event("exchange", 2, 3, 8, 8, "all_reduce"), event("all_reduce", 2, None, 16, 8)]),
-        Trace([event("recv", 3, 0, 7, 0), event("all_reduce", 3, None, 400, None), event("barrier", 3, None, 0, None)]),
+        Trace([event("recv", 3, 0, 7, 0), event("send", 3, 0, 50, 50), event("all_reduce", 3, None, 400, None)]),
     ]
-    expected = _matrix({(0, 1): 120, (0, 3): 7, (2, 3): 8})
+    expected = _matrix({(0, 1): 120, (0, 3): 7, (2, 3): 8, (3, 0): 50})
     known = {
         "rows and columns are swapped": expected.T,
-        "messages are counted, not bytes": _matrix({(0, 1): 2, (0, 3): 1, (2, 3): 1}),
-        "the last message overwrites those before": _matrix({(0, 1): 20, (0, 3): 7, (2, 3): 8}),
-        "a message is counted at both ends": _matrix({(0, 1): 120, (0, 3): 7, (2, 3): 8, (1, 0): 120, (3, 0): 7}),
-        "steps of a collective are left out": _matrix({(0, 1): 120, (0, 3): 7}),
-        "a trace's place in the list is taken for its rank": _matrix({(3, 1): 120, (3, 3): 7, (1, 3): 8}),
+        "messages are counted, not bytes": _matrix({(0, 1): 2, (0, 3): 1, (2, 3): 1, (3, 0): 1}),
+        "the last message overwrites those before": _matrix({(0, 1): 20, (0, 3): 7, (2, 3): 8, (3, 0): 50}),
+        "a message is counted at both ends": expected + _matrix({(1, 0): 120, (3, 0): 7}),
+        "steps of a collective are left out": expected - _matrix({(2, 3): 8}),
+        "a trace's place in the list is taken for its rank": expected[::-1].copy(),
+        "what goes to rank 0 is left out: the number 0 counts as false": expected - _matrix({(3, 0): 50}),
+        "all rows are one and the same list": np.tile(expected.sum(0), (4, 1)),
     }
     for given in (traces, traces[::-1]):
         got = _as_array(fn(given, 4))
@@ -77,7 +81,7 @@ def _as_array(value) -> np.ndarray:
 def _cells(expected, got):
     if got.shape != expected.shape:
         return [("shape", expected.shape, got.shape)]
-    different = [i for i in np.ndindex(expected.shape) if expected[i] != got[i]] or [(0, 1), (0, 3), (2, 3)]
+    different = [i for i in np.ndindex(expected.shape) if expected[i] != got[i]] or [(0, 1), (0, 3), (2, 3), (3, 0)]
     return [(f"from rank {i} to rank {j}", int(expected[i, j]), float(got[i, j])) for i, j in different[:6]]
 
 
@@ -96,6 +100,7 @@ def _observe(path, make_input, group=None):
         "overwritten": not torch.equal(arguments[0], before),
         "calls": calls,
         "peers": [event.peer for event in trace.events if event.wire_bytes],
+        "order": [event.peer for event in trace.events if event.op in ("exchange", "send")],
         "sent_bytes": trace.wire_bytes(),
     }
 
@@ -143,12 +148,15 @@ def _grade_messages(fn, path, make_input, make_expected, recognise, *, n_message
                 for s in run_ranks(observe, world_size, path, make_input, timeout=LIMIT_S, overrides={path: fn})
             ]
         except RankError as error:
-            return Verdict(False, words, name, detail=str(error))
+            return Verdict(False, words, name, detail=error.cause if name else str(error))
         if not all(isinstance(g, torch.Tensor) and close(g, w) for g, w in zip(got, wanted, strict=True)):
             return wrong(words, name, [(f"rank {r}", w, g) for r, (w, g) in enumerate(zip(wanted, got, strict=True))])
     sent = " or ".join(str(n) for n in sorted({s["sent_bytes"] for s in seen}))
     words = f"Each rank sent {sent} bytes in at most {max(len(s['peers']) for s in seen)} messages"
-    return ok(f"{words}{', all to one neighbour' if one_peer else ''}.", rows)
+    if one_peer:
+        words += f", all to its {'right' if seen[0]['peers'] == [1] * len(seen[0]['peers']) else 'left'} neighbour"
+    alike = all(torch.equal(e, expected[0]) for e in expected)
+    return ok(f"{words}.", [("every rank", expected[0], results[0])] if alike else rows)
 
 
 def _traffic_problem(seen, n_messages, n_bytes, one_peer):
@@ -180,6 +188,15 @@ def _traffic_problem(seen, n_messages, n_bytes, one_peer):
         return wrong(
             f"Right, but in {max(counts)} messages per rank; {n_messages} are enough.", "too many small messages"
         )
+    return None if one_peer else _queue(seen)
+
+
+def _queue(seen):
+    """Do several ranks send to the same one in the same step?"""
+    for step, targets in enumerate(zip(*(s["order"] for s in seen), strict=False), 1):
+        if len(set(targets)) < R and all(len(s["order"]) == R - 1 for s in seen):
+            rows = [(f"rank {r}, step {step}, sends to", "a rank of its own", to) for r, to in enumerate(targets)]
+            return wrong("Right, but several ranks send to one in the same step.", "a queue at one rank", rows)
     return None
 
 
@@ -216,7 +233,17 @@ def grade_ring_reduce_scatter(fn) -> Verdict:
             if all(_is(g, expected[(r + shift) % R]) for r, g in enumerate(results)):
                 summary = f"Complete rows, but rank r holds row r + {shift}: shift where each row starts."
                 return summary, "the right rows on the wrong ranks"
+        if all(_row_of(g, r, R, expected[r]) for r, g in enumerate(results)):
+            return "Row r is right on rank r, but all the others came with it.", "it returns its whole working tensor"
+        if all(_row_of(g, 0, 1, expected[r]) for r, g in enumerate(results)):
+            return (
+                "The right rows, each in a tensor of shape (1, C); (C,) was asked for.",
+                "a table of one row, not a row",
+            )
         terms = [_terms(got, r) for r, got in enumerate(results)]
+        if all(t == {r} for r, t in enumerate(terms)):
+            summary = "Each rank holds its own term alone: the sum of the others never came to the row it returned."
+            return summary, "nothing arrives in the row that is returned"
         if all(t is not None and len(t) == 1 for t in terms):
             return "Each rank holds one rank's row, not a sum.", "what arrives replaces the partial sum"
         if all(t == {r, (r - 1) % R} for r, t in enumerate(terms)):
@@ -235,6 +262,10 @@ def grade_ring_reduce_scatter(fn) -> Verdict:
 
 def _is(got, expected):
     return isinstance(got, torch.Tensor) and close(got, expected)
+
+
+def _row_of(got, row, n_rows, expected):
+    return isinstance(got, torch.Tensor) and got.shape == (n_rows, *expected.shape) and close(got[row], expected)
 
 
 def _terms(got, row):
@@ -275,6 +306,9 @@ def grade_ring_all_gather(fn) -> Verdict:
             return "Only each rank's own row is wrong.", "its own row is missing"
         if all(m == [(r + 1) % R] for r, m in enumerate(missing)):
             return "The row that has the longest way is missing on every rank.", "one step too few"
+        if all(set(c[:r] + c[r + 1 :]) == {own[(r + 1) % R]} for r, c in enumerate(columns)):
+            summary = "Every row that arrived holds what arrived last: they share one buffer."
+            return summary, "one buffer for all that arrives"
         if all(set(c) <= {own[r], own[(r - 1) % R]} for r, c in enumerate(columns)):
             return "Nobody ever sees more than its left neighbour's row.", "it sends its own row every time"
         return "These are not the ranks' chunks, in rank order.", None
@@ -290,7 +324,7 @@ SHAPE = (3, 2)  # six numbers, which four ranks do not divide: chunks of two, tw
 
 
 def grade_ring_all_reduce(fn) -> Verdict:
-    """A tensor of 3 × 2 numbers, i · 10^r, and then long random ones that must agree to the last bit."""
+    """A tensor of 3 × 2 numbers, i · 10^r, and then 1,000 random numbers in a transposed tensor."""
 
     def my_tensor(rank, n_ranks):
         return ((torch.arange(1.0, 7.0, dtype=torch.float64) * 10**rank).view(SHAPE),)
@@ -314,6 +348,8 @@ def grade_ring_all_reduce(fn) -> Verdict:
             return "All the right numbers, in the wrong places.", "chunks in the wrong order"
         if _is(flat[0], whole.flatten()):
             return "Rank 0 has the sum; the others need it, too.", "only rank 0 has it"
+        if all(0 < len(g) < 6 and _is(g, whole.flatten()[: len(g)]) for g in flat):
+            return "The last numbers are missing: those that do not fill a chunk.", "the remainder is cut off"
         if all(len(g) < 6 for g in flat):
             return "Each rank has a part of the sum.", "the all-gather is missing"
         return "This is not the sum over the ranks.", None
@@ -328,21 +364,48 @@ def grade_ring_all_reduce(fn) -> Verdict:
         except RankError:
             raise error from None
         summary = "It works on 8 numbers, and not on 6: four ranks do not divide them."
-        return Verdict(False, summary, "it needs sizes that the ranks divide", detail=str(error))
+        return Verdict(False, summary, "it needs sizes that the ranks divide", detail=error.cause)
     if not verdict.passed:
         return verdict
-    totals = run_ranks(_sum_of, R, 997, timeout=LIMIT_S, overrides={ALL_REDUCE: fn})
-    expected = sum(_random(997, rank) for rank in range(R))
-    if not all(_is(total, expected) for total in totals):
-        loss = max(distance(total, expected) for total in totals)
-        summary = "With 997 random numbers per rank, digits are missing."
-        return wrong(summary, "fp64 is lost on the way", [("relative error", "below 1e-9", loss)])
+    if problem := _problem_with_many(fn):
+        return problem
     verdict.summary += f" That is 2·({R}-1)/{R} of the {R * 16} bytes of the padded tensor."
     return verdict
 
 
+def _problem_with_many(fn):
+    """1,000 random numbers, which four ranks divide, in a transposed tensor: digits, bytes, and memory layout."""
+    try:
+        seen = run_ranks(_sum_of_transposed, R, timeout=LIMIT_S, overrides={ALL_REDUCE: fn})
+    except RankError as error:
+        if not re.search("contiguous|stride", error.cause):
+            raise
+        summary = "It works on a contiguous tensor, and not on a transposed one: `flatten` copies where `view` cannot."
+        return Verdict(False, summary, "it needs a contiguous tensor", detail=error.cause)
+    expected = sum(_transposed(rank) for rank in range(R))
+    if not all(_is(total, expected) for total, _ in seen):
+        loss = max(distance(total, expected) for total, _ in seen)
+        summary = "With 1,000 random numbers per rank, digits are missing."
+        return wrong(summary, "fp64 is lost on the way", [("relative error", "below 1e-9", loss)])
+    needed = 2 * (R - 1) * 250 * 8
+    rows = [(f"bytes sent by rank {r}, of 1,000 numbers", needed, sent) for r, (_, sent) in enumerate(seen)]
+    if any(sent > needed for _, sent in seen):
+        return wrong(f"{R} ranks divide 1,000, and yet it was padded.", "padding where none is needed", rows)
+    return None
+
+
 def _sum_of(n_numbers):
     return collectives.ring_all_reduce(_random(n_numbers, collectives.rank_in()))
+
+
+def _sum_of_transposed():
+    with record() as trace:
+        total = collectives.ring_all_reduce(_transposed(collectives.rank_in()))
+    return total, trace.wire_bytes()
+
+
+def _transposed(rank):
+    return _random(1000, rank).view(40, 25).T
 
 
 def _random(n_numbers, rank):
@@ -372,6 +435,7 @@ def grade_pairwise_all_to_all(fn) -> Verdict:
     def recognise(results, expected):
         if not all(isinstance(g, torch.Tensor) and g.dim() == 2 for g in results):
             return "A tensor of rows was asked for.", None
+        pairs = enumerate(zip(results, expected, strict=True))
         values = [sorted(g[:, 0].tolist()) for g in results]
         wanted = [e[:, 0].tolist() for e in expected]
         if values == [sorted(w) for w in wanted]:
@@ -379,7 +443,9 @@ def grade_pairwise_all_to_all(fn) -> Verdict:
                 "All rows arrived, in another order than that of their senders.",
                 "rows in order of arrival, not of rank",
             )
-        if values == [[v for v in w if v // 10 != r] for r, w in enumerate(wanted)]:
+        others = [[v for v in w if v // 10 != r] for r, w in enumerate(wanted)]
+        uncopied = [g.shape == e.shape and _is(g[e[:, 0] // 10 != r], e[e[:, 0] // 10 != r]) for r, (g, e) in pairs]
+        if values == others or all(uncopied):
             return "Only the rows that a rank keeps for itself are missing.", "its own rows are missing"
         if [len(v) for v in values] == [sum(count(r, d) for d in range(R)) for r in range(R)]:
             return (
@@ -398,11 +464,11 @@ def grade_pairwise_all_to_all(fn) -> Verdict:
 
 
 def grade_ring_all_reduce_seconds(fn) -> Verdict:
-    """Four networks and sizes, and one rank, which has nothing to send."""
+    """Four networks and sizes that the ranks divide (padded or not is the same), and one rank, with nothing to send."""
     cases = [
         (4e6, 4, 1e-3, 1e8),
         (1e9, 8, 5e-6, 4e11),
-        (1e3, 64, 2e-5, 1e10),
+        (1024, 64, 2e-5, 1e10),
         (2.8e10, 2048, 1e-5, 5e10),
         (1e6, 1, 1e-3, 1e8),
     ]
@@ -410,7 +476,8 @@ def grade_ring_all_reduce_seconds(fn) -> Verdict:
         "half of it: the all-gather is missing": lambda s, n, a, b: (n - 1) * (a + s / n / b),
         "the whole tensor in every round": lambda s, n, a, b: 2 * (n - 1) * (a + s / b),
         "one latency for all rounds": lambda s, n, a, b: a + 2 * (n - 1) / n * s / b,
-        "one round too many": lambda s, n, a, b: 2 * n * (a + s / n / b),
+        "one latency for each half": lambda s, n, a, b: 2 * (a + (n - 1) / n * s / b),
+        "2 R rounds: two too many": lambda s, n, a, b: 2 * n * (a + s / n / b),
         "bytes taken for bits": lambda s, n, a, b: 2 * (n - 1) * (a + 8 * s / n / b),
         "no latency": lambda s, n, a, b: 2 * (n - 1) / n * s / b,
         "a tree, not a ring": lambda s, n, a, b: 2 * math.ceil(math.log2(n)) * (a + s / b),
@@ -421,10 +488,11 @@ def grade_ring_all_reduce_seconds(fn) -> Verdict:
         (f"{s:g} B, {n} ranks, α = {a:g} s, B = {b:g} B/s", e, g)
         for (s, n, a, b), e, g in zip(cases, expected, got, strict=True)
     ]
-    if close(got, expected, 1e-9) and close(got[2], expected[2], 1e-9) and close(got[4], 0.0):
+    missed = [row for row in rows if not close(row[2], row[1])]
+    if not missed:
         return ok("2 (R-1) rounds, in each a latency and the R-th part of the tensor.", rows)
     name = next((name for name, f in known.items() if close(got[:4], [f(*case) for case in cases[:4]], 1e-9)), None)
-    return wrong("This is not what the ring takes.", name, rows)
+    return wrong("This is not what the ring takes.", name, missed)
 
 
 def _ring_round_by_round(n_bytes, n_ranks, latency_s, bytes_per_s):
@@ -500,6 +568,11 @@ def grade_copy_to_group(fn) -> Verdict:
         seen = run_ranks(_observe_f, R, timeout=LIMIT_S, overrides={COPY: fn})
     except RankTimeout as timeout:
         return _deadlock(timeout)
+    except RankError as error:
+        if "incorrect number of gradients" not in error.cause:
+            raise
+        summary = "backward returns one value per argument of forward: the gradient of x, and None for the group."
+        return wrong(summary, "the None for the group is missing")
     outputs, gradients = [s["output"] for s in seen], [s["gradient"] for s in seen]
     if not all(_is(y, X) for y in outputs):
         name = "g, not f: it sums in forward" if all(_is(y, X * R) for y in outputs) else None
@@ -578,14 +651,14 @@ def suspect_all_reduce(x, group=None):
     """The puzzle 2-bug: a ring with a silent mistake.  Look at its symptoms first."""
     rank, n_ranks = collectives.rank_in(group), collectives.size_of(group)
     right, left = (rank + 1) % n_ranks, (rank - 1) % n_ranks
-    sum_RC = x.flatten().clone().view(n_ranks, -1)
+    sum_RC = F.pad(x.flatten(), (0, -x.numel() % n_ranks)).view(n_ranks, -1).clone()
     arrived_C = torch.empty_like(sum_RC[0])
     for step in range(n_ranks - 1):
         give, take = (rank - step) % n_ranks, (rank - step - 1) % n_ranks
         collectives.exchange(sum_RC[give], right, arrived_C, left, group)
         sum_RC[take] += arrived_C
     complete_C = sum_RC[(rank + 1) % n_ranks]
-    return collectives.ring_all_gather(complete_C, group).view_as(x)
+    return collectives.ring_all_gather(complete_C, group).flatten()[: x.numel()].view_as(x)
 
 
 def train_together(all_reduce, lr, steps=25):
@@ -607,8 +680,8 @@ HINTS = {
     "2-bug": (
         "Every test above uses numbers that are equal within a tensor, or looks at a figure that does not care about "
         "order. Try a tensor in which element i is the number i.",
-        "`run_ranks(lambda: suspect_all_reduce(torch.arange(8.0)), 4)[0]` gives 24, 28, 0, 4, ... Which chunk stands "
-        "where chunk 0 belongs?",
+        "`run_ranks(lambda: suspect_all_reduce(torch.arange(8.0)), 4)[0]` gives 8, 12, 16, 20, 24, 28, 0, 4; "
+        "right is 0, 4, 8, ..., 28. Which chunk stands where chunk 0 belongs?",
         "Its reduce-scatter starts one place further on, so that rank r ends up with the complete row r + 1, not r. "
         "That is a valid convention. But its all-gather files the row under r: all chunks move by one place. Gradients "
         "reach the wrong weights, while sums, norms and agreement between ranks are untouched.",
@@ -725,9 +798,10 @@ EXERCISES = (
         grade=grade_copy_to_group,
         minutes=10,
         hints=(
-            "forward keeps what backward needs, `ctx.group = group`, and hands x on: `return x.view_as(x)`.",
-            "backward gets the gradient that this rank found. The gradient of the shared x is the sum of what all "
-            "ranks found. It returns one value for each argument of forward: the gradient, and None for the group.",
+            "What has to be sent in forward, where all ranks hold the same x? And in backward, where each has found "
+            "its own part of the gradient of x? What must forward keep in `ctx` for that?",
+            "forward keeps the group, `ctx.group = group`, and hands x on: `return x.view_as(x)`. backward sums its "
+            "gradient over that group. It returns one value for each argument of forward: the sum, and None.",
             "all_reduce works in place, and autograd may have lent the same gradient to somebody else: sum a clone, "
             "`all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group)`.",
         ),
