@@ -236,7 +236,7 @@ class _Team:
         rank = self.ranks[first]
         same = [n for n in failed if self.ranks[n].cause == rank.cause]
         first, rank = same[0], self.ranks[same[0]]
-        cause = rank.cause + (f" (and so did {_ranks(same[1:])})" if len(same) > 1 else "")
+        cause = rank.cause + (f" (the same on {_ranks(same[1:])})" if len(same) > 1 else "")
         waiting = {n: self._whereabouts(n) for n in range(self.world_size) if n not in same}
         return RankError(first, cause, "".join(rank.error.format()) if rank.error else "", waiting)
 
@@ -321,7 +321,11 @@ def _travels(value):
 def _ending(exit_code):
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
-        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        why = {
+            "SIGKILL": " (out of memory?)",
+            "SIGABRT": " (did a message meet a smaller buffer? Sender and receiver must agree in size and dtype)",
+        }
+        return f"was killed by {name}{why.get(name, '')}"
     return f"exited with code {exit_code} before it returned"
 
 

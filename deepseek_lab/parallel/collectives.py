@@ -97,7 +97,7 @@ def ring_all_reduce(x, group=None):
     """Sum `x` (any shape) over the ranks; every rank returns the whole sum as a new tensor.
 
     A reduce-scatter followed by an all-gather, on `x` flattened and padded with zeros to R equal chunks.  Each
-    rank sends 2 (R-1)/R of the padded tensor, whatever R is: the least that is possible.
+    rank sends 2 (R-1)/R of the padded tensor.  No all-reduce gives its busiest rank less to send.
     """
     n_ranks = size_of(group)
     chunk = math.ceil(x.numel() / n_ranks)
@@ -305,13 +305,14 @@ def exchange(send_x, dst, recv_x, src, group=None, tag=0):
     """Send `send_x` to rank `dst` while receiving `recv_x`, in place, from rank `src`; returns `recv_x`.
 
     The two need not be the same rank, size or type.  Nobody waits for a turn, so a whole ring may exchange at
-    once.  Both ends must agree on size, dtype and tag: gloo does not check.
+    once.  Both ends must agree on size, dtype and tag: gloo does not check.  Raises ValueError where `dst` or `src`
+    is this rank itself or is not in the group.
     """
     if size_of(group) == 1:
         return recv_x.copy_(send_x)
     what = f"exchange: send {_size(send_x)} to rank {dst}, receive {_size(recv_x)} {_dtype(recv_x)} from rank {src}"
     send_x = send_x.contiguous()
-    with _message("exchange", what, group, dst, send_x.nbytes, send_x.nbytes) as current:
+    with _message("exchange", what, group, (dst, src), send_x.nbytes, send_x.nbytes) as current:
         _transfer(current, group, tag, send_x, dst, recv_x, src)
         return recv_x
 
@@ -319,13 +320,13 @@ def exchange(send_x, dst, recv_x, src, group=None, tag=0):
 def send(x, dst, group=None, tag=0):
     """Send `x` to rank `dst`.  May wait until the receiver is there."""
     x = x.contiguous()
-    with _message("send", f"send {_size(x)} {_dtype(x)} to rank {dst}", group, dst, x.nbytes, x.nbytes) as current:
+    with _message("send", f"send {_size(x)} {_dtype(x)} to rank {dst}", group, (dst,), x.nbytes, x.nbytes) as current:
         _transfer(current, group, tag, send_x=x, dst=dst)
 
 
 def recv(x, src, group=None, tag=0):
     """Receive into `x`, in place, what rank `src` sends; returns `x`.  Size, dtype and tag must be the sender's."""
-    with _message("recv", f"recv {_size(x)} {_dtype(x)} from rank {src}", group, src, x.nbytes, 0) as current:
+    with _message("recv", f"recv {_size(x)} {_dtype(x)} from rank {src}", group, (src,), x.nbytes, 0) as current:
         _transfer(current, group, tag, recv_x=x, src=src)
         return x
 
@@ -378,11 +379,18 @@ def ranks_of(group=None) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if size_of(group) > 1 else (0,)
 
 
-def _message(op, what, group, peer, payload_bytes, wire_bytes):
+def _message(op, what, group, peers, payload_bytes, wire_bytes):
+    """Meter a message to or from the first of `peers`, all of which must be other ranks of the group."""
     ranks = ranks_of(group)
     if len(ranks) == 1:
         raise RuntimeError(f"{what}: there is only one rank; start some with run_ranks or `accelerate launch`")
-    mine, theirs = ranks[rank_in(group)], ranks[peer]
+    rank = rank_in(group)
+    for peer in peers:
+        if not 0 <= peer < len(ranks):
+            raise ValueError(f"{op}: rank {peer} is not in a group of {len(ranks)} (ranks 0 to {len(ranks) - 1})")
+        if peer == rank:
+            raise ValueError(f"{op}: rank {rank} cannot send to itself or receive from itself; copy the tensor instead")
+    mine, theirs = ranks[rank], ranks[peers[0]]
     return meter.operation(op, what, ranks, mine, peer=theirs, payload_bytes=payload_bytes, wire_bytes=wire_bytes)
 
 

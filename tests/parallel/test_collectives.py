@@ -184,6 +184,11 @@ def test_without_ranks_everything_is_what_one_rank_sees(algorithm):
         collectives.set_algorithm("gloo")
 
 
+def exchange_on_rank_0(dst, src):
+    if collectives.rank_in() == 0:
+        collectives.exchange(torch.ones(1), dst, torch.ones(1), src)
+
+
 def test_wrong_arguments_say_what_to_do():
     with pytest.raises(ValueError, match="use sum, max, min or avg"):
         collectives.all_reduce(torch.ones(1), op="product")
@@ -193,6 +198,11 @@ def test_wrong_arguments_say_what_to_do():
         collectives.all_to_all(torch.ones(3, 2), [1, 2], [3])
     with pytest.raises(RankError, match="2 ranks do not divide dim 0 of shape"):
         run_ranks(lambda: collectives.reduce_scatter(torch.ones(3)), 2)
+    for peer, message in [(2, "rank 2 is not in a group of 2"), (-1, "rank -1 is not in a group"), (0, "to itself")]:
+        with pytest.raises(RankError, match=f"ValueError: exchange: .*{message}"):
+            run_ranks(exchange_on_rank_0, 2, peer, 1)
+    with pytest.raises(RankError, match="ValueError: exchange: rank 4 is not in a group"):
+        run_ranks(exchange_on_rank_0, 2, 1, 4)
     for latency_s, bytes_per_s in [(0, 1), (1, 0), (-1, 1), (math.nan, 1)]:
         with pytest.raises(ValueError, match="must be positive"):
             Link(latency_s, bytes_per_s)
@@ -351,9 +361,10 @@ def test_groups_are_recorded_by_global_ranks():
 
 def test_a_failed_operation_leaves_the_meter_usable():
     def fail_then_work():
+        other = 1 - collectives.rank_in()
         with record() as trace:
             with pytest.raises(ValueError, match="contiguous"):
-                collectives.exchange(torch.ones(2), 1, torch.ones(2, 2).T[0], 1)
+                collectives.exchange(torch.ones(2), other, torch.ones(2, 2).T[0], other)
             assert not meter.inside_operation()
             collectives.all_reduce(torch.ones(1))
         return [e.op for e in trace.events]
