@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepseek_lab import slots
-from deepseek_lab.learn.progress import note_attempt, note_hint, note_reveal
+from deepseek_lab.learn.progress import load, note_attempt, note_hint, note_reveal
 from deepseek_lab.learn.ranks import RankError
 from deepseek_lab.learn.verdict import OPEN, Verdict, card, code_in_text
 
@@ -101,9 +101,14 @@ def _say_once(path: str) -> None:
 def check(candidate: Any) -> Verdict:
     """Grade your function, and keep it when it passes.
 
-    Returns a verdict that Jupyter draws.  Raises LookupError when the function answers no exercise.
+    `candidate`: the function, or the number of its exercise ("1.1").  Returns a verdict that Jupyter draws.  Raises
+    LookupError when it answers no exercise, or when its cell has not been run.
     """
     task = find(candidate)
+    if isinstance(candidate, str):
+        if task.path not in _latest:
+            raise LookupError(f"{task.name} is not defined here yet: run its cell, then check({task.name})")
+        candidate = _latest[task.path]
     mine = getattr(candidate, "__answer__", candidate)
     package_own = slots.original(task.path)
     if mine is package_own:  # what stands in for the stub of a class
@@ -111,7 +116,8 @@ def check(candidate: Any) -> Verdict:
     if mine is package_own:
         verdict = _not_yet(task, f"This is the package's own {task.name}: there is nothing of yours to check.")
     elif is_stub(mine):
-        verdict = _not_yet(task, f"Write the body of {task.name}, run its cell, then run this one again.")
+        before = " You passed it before: that answer is kept." if load().get(task.number, {}).get("passed") else ""
+        verdict = _not_yet(task, f"Write the body of {task.name}, run its cell, then run this one again.{before}")
     else:
         verdict = task.judge(mine)
         if verdict.written:
@@ -198,19 +204,19 @@ def hint(which: Any, n: int = 1) -> "Folded":
     if not 1 <= n <= len(hints):
         raise ValueError(f"{name} has {len(hints)} hints; asked for hint {n}")
     note_hint(name, n)
-    return Folded([(f"Hint {i} of {len(hints)}", text) for i, text in enumerate(hints, 1)][n - 1 :], last)
+    texts = [(f"Hint {i} of {len(hints)}", text) for i, text in enumerate(hints, 1)][n - 1 :]
+    return Folded(texts, last, f"hint({name!r}, {n + 1}) shows the next one.")
 
 
 class Folded:
-    """Texts that fold open one inside the other in Jupyter.  As plain text, only the first."""
+    """Texts that fold open one inside the other in Jupyter.  As plain text, the first, and `more` on how to go on."""
 
-    def __init__(self, texts: list[tuple[str, str]], last: str = "") -> None:
-        self.texts, self.last = texts, last
+    def __init__(self, texts: list[tuple[str, str]], last: str = "", more: str = "") -> None:
+        self.texts, self.last, self.more = texts, last, more
 
     def __repr__(self) -> str:
         title, text = self.texts[0]
-        more = "" if len(self.texts) > 1 or not self.last else f"\n{self.last}"
-        return f"{title}: {text}{more}"
+        return f"{title}: {text}\n{self.more if len(self.texts) > 1 else self.last}".rstrip()
 
     def _repr_html_(self) -> str:
         inner = f'<div style="margin-top:6px">{code_in_text(self.last)}</div>' if self.last else ""

@@ -65,6 +65,19 @@ def test_a_right_answer_passes_is_kept_and_counted():
         assert data_parallel.global_token_mean(torch.tensor(6.0), 3).item() == 2.0
 
 
+def test_check_takes_the_number_of_an_exercise(monkeypatch):
+    monkeypatch.setattr("deepseek_lab.learn.exercises._latest", {})
+    with pytest.raises(LookupError, match="run its cell"):
+        check("0.1")
+    marked(HEAD + "    return loss_sum / n_tokens\n")
+    assert check("0.1").misconception == "a local mean"
+
+
+def test_a_stub_after_a_pass_says_that_the_answer_is_kept():
+    check(marked(RIGHT))
+    assert "passed it before" in check(marked(STUB)).summary
+
+
 def test_a_wrong_answer_is_not_kept_and_does_not_undo_an_earlier_pass():
     check(marked(RIGHT))
     verdict = check(marked(HEAD + "    return loss_sum / n_tokens\n"))
@@ -123,6 +136,7 @@ def test_hints_fold_open_one_inside_the_other():
     assert page.count("<details") == len(find("0.1").hints)
     assert "reveal" in page
     assert repr(hint(marked(STUB), 2)).startswith("Hint 2 of 3")
+    assert "hint('0.1', 3) shows the next" in repr(hint("0.1", 2))
     with pytest.raises(ValueError, match="3 hints; asked for hint 4"):
         hint("0.1", 4)
 
