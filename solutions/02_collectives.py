@@ -57,8 +57,9 @@ traces[0].events[0]
 #
 # ### Exercise 2.1 · `traffic_matrix`  (warm-up, 5 minutes)
 #
-# Turn events into a table: row = sender, column = receiver, bytes that were sent. Both ends of a message leave an
-# event; the receiver's has `wire_bytes` 0. A collective has no `peer`.
+# Turn events into a table: row = sender (`event.rank`; traces may come in any order), column = receiver, bytes that
+# were sent. An exchange leaves one event, for what this rank sent. A `send` and its `recv` leave one each; that of the
+# receiver has `wire_bytes` 0. A collective has no `peer`: it is None.
 
 # %% exercise: deepseek_lab.viz.traffic.traffic_matrix
 
@@ -66,7 +67,7 @@ traces[0].events[0]
 check(traffic_matrix)
 
 # %% [markdown]
-# Now the obvious all-reduce, on 1,000 numbers (4,000 bytes):
+# Now the obvious all-reduce, on 1,000 numbers (4,000 bytes, which is 3.906 KiB):
 
 # %% tags=["nbval-check-output"]
 from deepseek_lab.learn.chapters.c02_collectives import star_all_reduce
@@ -110,7 +111,7 @@ slider_figure(
 #
 # Which row does rank r send in step s, and to which row does it add what arrives? That is all there is to decide.
 # A misplaced index gives plausible numbers, so the check uses readable ones: rank r contributes $10^r$. In a sum of
-# `1101`, the term of rank 1 is missing.
+# `1101`, the term of rank 1 is missing. (Rings that turn left are as good as those that turn right, here and below.)
 
 # %% exercise: deepseek_lab.parallel.collectives.ring_reduce_scatter
 
@@ -192,8 +193,9 @@ show_figure(figure)
 # %% [markdown]
 # The star and the exchange of everything grow with the number of ranks (their curves coincide: the busiest rank sends
 # R-1 tensors either way). The ring stays below two tensors, however many ranks there are. **That is why data
-# parallelism scales at all.** No all-reduce can send less: every rank's term has to leave it, and every rank's result
-# has to arrive.
+# parallelism scales at all.** Can any all-reduce do better? To add R terms, R-1 of them have to be sent to where they
+# are added; then the sum has to get to the R-1 ranks that lack it. That is 2(R-1) tensors in all, so the busiest of R
+# ranks sends at least $2\,\frac{R-1}{R}$ of a tensor. The ring does just that.
 #
 # ### Find the bug
 #
@@ -241,7 +243,7 @@ hint("2-bug")
 #
 # In a mixture of experts, each rank has tokens for experts on all other ranks, never the same number for two of them.
 # Nothing is summed; rows change hands. If all ranks began with rank 0, they would queue up there. So in step s, rank r
-# sends to rank r+s: in each step every rank has exactly one sender and one receiver.
+# sends to rank r+s: in each step every rank has exactly one sender and one receiver. (r-s does as well.)
 #
 # ### Exercise 2.5 · `pairwise_all_to_all`  (stretch, 15 minutes)
 
@@ -337,6 +339,7 @@ show_figure(figure)
 
 # %% [markdown]
 # The link's 20 ms and 100 MB/s come back out of the measurement, with what gloo and the operating system add on top.
+# Gloo's own points scatter about their line: what else the machine does weighs more there than a message's α.
 # Below about $\alpha B$ bytes (2 MB on this link) a message costs its latency, whatever its size.
 #
 # Does your formula predict your ring? On the chosen link:

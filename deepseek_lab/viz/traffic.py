@@ -18,8 +18,9 @@ Traces = Sequence[Any]  # one `parallel.collectives.Trace` per rank
 def traffic_matrix(traces, n_ranks):
     """Bytes sent from each rank to each other, shape (R, R): row = sender, column = receiver.
 
-    `traces` are those of the ranks.  What counts is what was sent, measured: the `wire_bytes` of each event that
-    has a `peer`.  Collectives have no peer; the receiver's own event for a message has no wire bytes.
+    `traces` are those of the ranks, in any order: `event.rank` says whose an event is.  What counts is what was sent,
+    measured: the `wire_bytes` of each event that has a `peer`.  Collectives have none (`peer` is None; 0 is a rank);
+    the receiver's own event for a message has no wire bytes.
     """
     sent_RR = [[0] * n_ranks for _ in range(n_ranks)]
     for trace in traces:
@@ -130,7 +131,7 @@ def _draw_table(ax: Any, rows: list[tuple[str, str, str, str, str]]) -> None:
                 weight="bold" if y == 0 else "normal",
                 **where,
             )
-    ax.set_title("on each rank (the largest of all)")
+    ax.set_title("per operation, the most on any rank")
 
 
 def _events(traces: Traces) -> Iterable[Any]:
