@@ -259,7 +259,8 @@ def _raised(error: Exception) -> Verdict:
         return Verdict(False, "A part of it is still to be written.", written=False)
     if isinstance(error, RankError):  # it carries its own account: the rank, its traceback, where the others wait
         cause, _, account = str(error).partition("\n\n")
-        account = re.sub(r'  File "[^"]*deepseek_lab/learn/.*\n(    .*\n)*', "", account)  # the grader's own frames
+        ours = r'  File "[^"]*deepseek_lab/(?:learn|parallel)/.*\n(    .*\n)*'  # frames that are no help, or a solution
+        account = re.sub(ours, "", account)
         account = re.sub(r'File "[^"]*ipykernel[^"]*", line', "Your cell, line", account)
         return Verdict(False, f"{cause[:1].upper()}{cause[1:]}.", detail=account)
     frames = traceback.extract_tb(error.__traceback__)
