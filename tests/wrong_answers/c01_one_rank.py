@@ -73,6 +73,11 @@ def constant_scale(x, weight, eps):
     return weight * x * torch.rsqrt(x.detach().square().mean(dim=-1, keepdim=True) + eps)
 
 
+def weight_last(x, weight, eps):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
+
+
 # 1.2 apply_rope
 
 
@@ -123,6 +128,12 @@ def from_one(x, cos, sin):
 
 def rope_in_fp32(x, cos, sin):
     return apply_rope(x.float(), cos.float(), sin.float()).to(x.dtype)
+
+
+def rope_in_half(x, cos, sin):
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
 
 
 def rope_in_place(x, cos, sin):
@@ -232,6 +243,16 @@ def nan_when_all_is_padding(logits, labels, label_smoothing=0.0, ignore_index=-1
     return mean * valid.sum(), valid.sum()
 
 
+def count_as_int(logits, labels, label_smoothing=0.0, ignore_index=-100):
+    loss_sum, n_valid = cross_entropy_sum(logits, labels, label_smoothing, ignore_index)
+    return loss_sum, int(n_valid)
+
+
+def count_as_float(logits, labels, label_smoothing=0.0, ignore_index=-100):
+    loss_sum, _ = cross_entropy_sum(logits, labels, label_smoothing, ignore_index)
+    return loss_sum, (labels != ignore_index).float().sum()
+
+
 def loss_only(logits, labels, label_smoothing=0.0, ignore_index=-100):
     return cross_entropy_sum(logits, labels, label_smoothing, ignore_index)[0]
 
@@ -278,6 +299,10 @@ below_zero = after_warmup(
 quarter = after_warmup(
     lambda s, peak, floor, w, n: floor + (peak - floor) * math.cos(math.pi / 2 * progress_of(s, w, n))
 )
+held = after_warmup(
+    lambda s, peak, floor, w, n: floor + (peak - floor) * half_cosine(min((s - w) / max(n - w - 1, 1), 1))
+)
+divides = after_warmup(lambda s, peak, floor, w, n: floor + (peak - floor) * half_cosine(min((s - w + 1) / (n - w), 1)))
 late = after_warmup(lambda s, peak, floor, w, n: floor + (peak - floor) * half_cosine(min((s - w) / max(n - w, 1), 1)))
 early = after_warmup(
     lambda s, peak, floor, w, n: floor + (peak - floor) * half_cosine(min((s - w + 2) / max(n - w, 1), 1))
@@ -335,6 +360,15 @@ def weights_only(config, seq_len):
 
 def full_attention(config, seq_len):
     return flops_per_token(config, seq_len) + attention_flops(config, seq_len)
+
+
+def one_layer(config, seq_len):
+    return 6 * active_matmul_parameters(config) + attention_flops(config, seq_len) / config.num_hidden_layers
+
+
+def no_rotary_part(config, seq_len):
+    rotary = config.num_hidden_layers * config.num_attention_heads * config.qk_rope_head_dim
+    return flops_per_token(config, seq_len) - 6 * rotary * seq_len / 2
 
 
 def no_head(config, seq_len):
@@ -405,17 +439,24 @@ def nucleus(keep):
         scaled, tokens = (logits_V / temperature).sort(descending=True)
         scaled, tokens = scaled[: top_k or None], tokens[: top_k or None]
         probabilities = scaled.softmax(-1)
-        if top_p < 1:
-            probabilities = probabilities.where(keep(probabilities, probabilities.cumsum(-1), top_p), 0)
+        probabilities = probabilities.where(keep(probabilities, probabilities.cumsum(-1), top_p), 0)
         return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
     return sample
 
 
 def cuts_the_crossing_token(probabilities, cumulative, p):
-    keep = cumulative <= p
+    keep = cumulative - 1e-9 <= p
     keep[0] = True
     return keep
+
+
+def cuts_at_one(probabilities, cumulative, p):
+    return cumulative + 1e-7 <= p  # what rounding does in fp32, made certain
+
+
+def keeps_one_at_a_tie(probabilities, cumulative, p):
+    return cumulative - probabilities <= p
 
 
 def keeps_one_more(probabilities, cumulative, p):
@@ -446,6 +487,11 @@ def own_generator(logits_V, *, temperature, top_k=0, top_p=1.0, generator=None):
     return sample_next(logits_V, temperature=temperature, top_k=top_k, top_p=top_p)
 
 
+def one_token_tensor(logits_V, *, temperature, top_k=0, top_p=1.0, generator=None):
+    token = sample_next(logits_V, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    return token if temperature == 0 else torch.tensor([token])
+
+
 def divides_by_zero(logits_V, *, temperature, top_k=0, top_p=1.0, generator=None):
     return int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator))
 
@@ -463,6 +509,7 @@ WRONG = [
     Wrong("1.1", norm_in_fp32, "fp64 is lost on the way"),
     Wrong("1.1", narrow_norm, "half precision inside"),
     Wrong("1.1", widened_for_good, "the dtype changes"),
+    Wrong("1.1", weight_last, "the weight's dtype decides, not that of x"),
     Wrong("1.1", norm_in_place, "x is overwritten"),
     Wrong("1.1", constant_scale, "the gradient is cut"),
     Wrong("1.2", halves, "pairs from the two halves, not neighbours"),
@@ -475,6 +522,7 @@ WRONG = [
     Wrong("1.2", one_angle, "every pair turns by the first pair's angle"),
     Wrong("1.2", from_one, "positions are counted from one"),
     Wrong("1.2", rope_in_fp32, "fp64 is lost on the way"),
+    Wrong("1.2", rope_in_half, "half precision inside"),
     Wrong("1.2", rope_in_place, "x is overwritten"),
     Wrong("1.2", rope_widened_for_good, "the dtype changes"),
     Wrong("1.2", four_dimensions_only),
@@ -495,6 +543,8 @@ WRONG = [
     Wrong("1.3", loss_in_half, "half precision inside"),
     Wrong("1.3", python_number, "the gradient is cut"),
     Wrong("1.3", nan_when_all_is_padding),
+    Wrong("1.3", count_as_int, "the count is a Python number"),
+    Wrong("1.3", count_as_float, "the count is no int64 scalar"),
     Wrong("1.3", loss_only),
     Wrong("1.4", cold_start, "the first step has a learning rate of zero"),
     Wrong("1.4", from_the_floor, "warm-up starts from the floor"),
@@ -502,6 +552,8 @@ WRONG = [
     Wrong("1.4", plain_cosine, "a plain cosine of the step, which jumps and goes negative"),
     Wrong("1.4", below_zero, "a whole half-turn of the cosine: it ends below zero"),
     Wrong("1.4", quarter, "a quarter turn of the cosine"),
+    Wrong("1.4", held, "the peak is held for two steps"),
+    Wrong("1.4", divides, "a division by a number of steps that may be zero"),
     Wrong("1.4", late, "it reaches the floor one step late"),
     Wrong("1.4", early, "it reaches the floor one step early"),
     Wrong("1.4", stretched, "the decay is stretched over all steps, warm-up included"),
@@ -519,6 +571,8 @@ WRONG = [
     Wrong("1.5", recomputed, "recomputation is counted: that is hardware utilization"),
     Wrong("1.5", weights_only, "attention itself is left out"),
     Wrong("1.5", full_attention, "attention over the whole sequence, not half of it"),
+    Wrong("1.5", one_layer, "attention is counted in one layer, not in all"),
+    Wrong("1.5", no_rotary_part, "attention without the rotary part of queries and keys"),
     Wrong("1.5", no_head, "the output head is left out"),
     Wrong("1.5", no_shared, "the shared experts are left out"),
     Wrong("1.5", no_router, "the router is left out"),
@@ -537,11 +591,14 @@ WRONG = [
     Wrong("1.7", sampler(lambda x, t, k, p: (x, t, 0, p)), "top_k is not used"),
     Wrong("1.7", sampler(lambda x, t, k, p: (x, t, k, 1.0)), "top_p is not used"),
     Wrong("1.7", nucleus(cuts_the_crossing_token), "top-p cuts the token that crosses p"),
+    Wrong("1.7", nucleus(cuts_at_one), "top-p cuts the last token at p = 1, where rounding takes the sum past it"),
+    Wrong("1.7", nucleus(keeps_one_at_a_tie), "the sum of those before may equal p"),
     Wrong("1.7", nucleus(keeps_one_more), "top-p keeps one token too many"),
     Wrong("1.7", top_p_first, "top-p counts over all tokens, not those that top-k kept"),
     Wrong("1.7", top_p_before_temperature, "top-p is counted before the temperature"),
     Wrong("1.7", own_generator, "the generator is not used"),
-    Wrong("1.7", divides_by_zero),
+    Wrong("1.7", one_token_tensor, "no Python int comes out"),
+    Wrong("1.7", divides_by_zero, "temperature 0 has no branch of its own"),
 ]
 
 for made in WRONG:  # functions made by another function are told apart by what is wrong with them

@@ -22,6 +22,7 @@ from deepseek_lab.model.config import DeepSeekConfig
 from deepseek_lab.model.transformer import DeepSeekModel
 
 FP64_LOST = "fp64 is lost on the way"
+HALF_INSIDE = "half precision inside"
 
 
 def _draw(*shape: int, seed: int = 0, shift: float = 0.0) -> Tensor:
@@ -44,7 +45,8 @@ def _shape_problem(got: Any, like: Tensor) -> Verdict | None:
 def _precision_problem(got: Tensor, expected: Tensor, tolerance: float = 1e-12) -> Verdict | None:
     if got.dtype != expected.dtype:
         summary = "A result in another dtype makes everything after it slower, or less precise."
-        return wrong(summary, "the dtype changes", [("dtype", str(expected.dtype), str(got.dtype))])
+        name = FP64_LOST if expected.dtype == torch.float64 else "the dtype changes"
+        return wrong(summary, name, [("dtype", str(expected.dtype), str(got.dtype))])
     if tolerance < distance(got, expected) < 1e-6:
         summary = (
             "Right to about seven digits: an fp64 input went through fp32. A reference run in fp64 would not be one."
@@ -106,7 +108,12 @@ def grade_rms_norm(fn) -> Verdict:
         if error > 2 * torch.finfo(dtype).eps:
             summary = "With half precisions the squares overflow or lose digits: work in fp32, return the dtype of x."
             rows = [(f"relative error, {dtype}", f"below {2 * torch.finfo(dtype).eps:.2g}", error)]
-            return wrong(summary, "half precision inside", rows)
+            return wrong(summary, HALF_INSIDE, rows)
+        mixed = fn(large, torch.ones(64), 1e-6)
+        if mixed.dtype != dtype:
+            summary = "With a weight in fp32 the result is fp32: narrow to the dtype of x last, after the weight."
+            rows = [("dtype", str(dtype), str(mixed.dtype))]
+            return wrong(summary, "the weight's dtype decides, not that of x", rows)
     return ok("Values and gradients in fp64, zeros, and large half-precision inputs are all as they should be.")
 
 
@@ -158,10 +165,27 @@ def grade_apply_rope(fn) -> Verdict:
     alone = fn(x[0, 0], cos, sin)
     if not close(alone, expected[0, 0]):
         return wrong("x may have any number of dimensions before (T, d): here it had none.")
-    half = fn(x.bfloat16(), cos.float(), sin.float())
-    if problem := _precision_problem(half, x.bfloat16(), tolerance=math.inf):
-        return problem
-    return ok("Pairs are turned by their position: lengths are kept, position 0 is untouched, gradients turn back.")
+    return _half_rope_problem(fn, x, cos.float(), sin.float()) or ok(
+        "Pairs are turned by their position: lengths are kept, position 0 is untouched, gradients turn back."
+    )
+
+
+def _half_rope_problem(fn, x: Tensor, cos: Tensor, sin: Tensor) -> Verdict | None:
+    """Rotated in fp32 and narrowed once, no component is further off than half a unit in its last place."""
+    for dtype in (torch.float16, torch.bfloat16):
+        narrow = x.to(dtype)
+        got = fn(narrow, cos, sin)
+        if problem := _precision_problem(got, narrow, tolerance=math.inf):
+            return problem
+        exact = _rotate(narrow.double(), cos.double(), sin.double())
+        half_unit = torch.finfo(dtype).eps / 2 * exact.abs() + 1e-5  # and what fp32 itself may lose
+        if ((got - exact).abs() > half_unit).any():
+            summary = (
+                "Half precisions are rotated in fp32, and narrowed once, at the end: here they were rounded before."
+            )
+            best = distance(exact.to(dtype), exact)
+            return wrong(summary, HALF_INSIDE, [(f"relative error, {dtype}", best, distance(got, exact))])
+    return None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -217,6 +241,8 @@ def grade_cross_entropy_sum(fn) -> Verdict:
     for epsilon in (0.0, 0.1):
         loss_sum, n_valid = _two(fn(logits, labels, label_smoothing=epsilon))
         expected = _torch_loss(logits, labels, epsilon)
+        if problem := _count_problem(n_valid):
+            return problem
         if int(n_valid) != 9:
             name = "ignored labels are counted" if int(n_valid) == 12 else None
             return wrong("Nine labels of twelve count here.", name, [("n_valid", 9, int(n_valid))])
@@ -243,10 +269,15 @@ def _loss_extremes(fn) -> Verdict | None:
     padding = torch.full((4,), -100)
     leaf = logits.clone().requires_grad_()
     loss_sum, n_valid = _two(fn(leaf, padding, 0.1))
+    if problem := _count_problem(n_valid):
+        return problem
     (gradient,) = torch.autograd.grad(loss_sum, leaf, allow_unused=True)
-    if int(n_valid) or float(loss_sum.detach()) or (gradient is not None and not close(gradient, torch.zeros(4, 6))):
+    zeros: list[Row] = [("loss_sum", 0.0, loss_sum), ("n_valid", 0, int(n_valid))]
+    if gradient is not None:
+        zeros.append(("largest gradient", 0.0, gradient.abs().max()))
+    if rows := [row for row in zeros if not close(row[2], 0.0, 0.0)]:
         summary = "When every label is padding, the loss and its gradient are zero: other ranks may still have tokens."
-        return wrong(summary, rows=[("loss_sum", 0.0, loss_sum), ("n_valid", 0, int(n_valid))])
+        return wrong(summary, rows=rows)
     huge = torch.tensor([[1e4, 0.0, -1e4]], dtype=torch.float64)
     loss_sum, _ = _two(fn(huge, torch.tensor([2])))
     if not close(loss_sum, 2e4):
@@ -258,7 +289,7 @@ def _loss_extremes(fn) -> Verdict | None:
     expected = _torch_loss(half.double(), labels, 0.0)
     if not close(loss_sum, expected, 1e-5):
         summary = "bfloat16 has three digits: widen the logits to fp32 before the softmax and the sum."
-        return wrong(summary, "half precision inside", [("loss_sum", expected, loss_sum)])
+        return wrong(summary, HALF_INSIDE, [("loss_sum", expected, loss_sum)])
     return None
 
 
@@ -266,6 +297,16 @@ def _two(result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError("it must return two values: loss_sum, n_valid")
     return result
+
+
+def _count_problem(n_valid: Any) -> Verdict | None:
+    if not isinstance(n_valid, Tensor):
+        summary = "n_valid must be a scalar int64 tensor: it is stacked with others, and added up over ranks."
+        return wrong(summary, "the count is a Python number", [("n_valid", "a tensor", type(n_valid).__name__)])
+    if n_valid.dtype != torch.int64 or n_valid.shape != ():
+        kind = f"{n_valid.dtype}, shape {tuple(n_valid.shape)}"
+        return wrong("n_valid counts.", "the count is no int64 scalar", [("n_valid", "torch.int64, shape ()", kind)])
+    return None
 
 
 def _scalar_problem(loss_sum: Any, expected: Tensor) -> Verdict | None:
@@ -322,18 +363,21 @@ def grade_warmup_cosine(fn) -> Verdict:
     for run in runs:
         total, warmup = run["total_steps"], run["warmup_steps"]
         steps = range(int(total) + 3)
-        got = [fn(step, **run) for step in steps]
+        settings = ", ".join(f"{key}={value:g}" for key, value in run.items())
+        try:
+            got = [fn(step, **run) for step in steps]
+        except ZeroDivisionError:
+            return wrong(f"With {settings} it divides by zero.", "a division by a number of steps that may be zero")
         expected = [_learning_rate(step, **run) for step in steps]
         if not close(got, expected, 1e-12):
-            corners = {
-                "the first step": 0,
-                "the last of the warm-up": int(warmup) - 1,
-                "the step after it": int(warmup),
+            corners = {int(total) + 2: "past the end", int(warmup): "the first of the cosine"}
+            corners |= {
+                int(total) - 1: "the last step",
+                int(warmup) - 1: "the last of the warm-up",
+                0: "the first step",
             }
-            corners |= {"the last step": int(total) - 1, "past the end": int(total) + 2}
-            rows = [(f"{name} ({i})", expected[i], got[i]) for name, i in corners.items() if i >= 0]
+            rows = [(f"{name} ({i})", expected[i], got[i]) for i, name in sorted(corners.items()) if i >= 0]
             name = _recognise(got, {k: [f(i, **run) for i in steps] for k, f in _SCHEDULES.items()}, 1e-9)
-            settings = ", ".join(f"{key}={value:g}" for key, value in run.items())
             return wrong(f"With {settings} it gives other rates.", name, [row for row in rows if not close(*row[1:])])
     return ok("It warms up, meets the peak without a jump, reaches the floor on the last step and stays there.")
 
@@ -376,6 +420,7 @@ _SCHEDULES = {
     ),
     "a whole half-turn of the cosine: it ends below zero": _variant(decay=lambda p: math.cos(math.pi * p)),
     "a quarter turn of the cosine": _variant(decay=lambda p: math.cos(math.pi / 2 * p)),
+    "the peak is held for two steps": _variant(lambda s, w, n: (s - w) / max(n - 1 - w, 1)),
     "it reaches the floor one step late": _variant(lambda s, w, n: (s - w) / max(n - w, 1)),
     "it reaches the floor one step early": _variant(lambda s, w, n: (s - w + 2) / max(n - w, 1)),
     "the decay is stretched over all steps, warm-up included": _variant(lambda s, w, n: (s - w + 1) / n),
@@ -396,8 +441,9 @@ def grade_flops_per_token(fn) -> Verdict:
         expected = sum(parts.values()) - parts["idle experts"] - parts["embedding"]
         got = fn(config, seq_len)
         if not close(got, expected):
-            rows: list[Row] = [("FLOPs a token", float(expected), got)]
-            misread = _recognise(got, _flops_misconceptions(parts, expected, seq_len), 1e-9)
+            counted = f"{got:,.0f}" if isinstance(got, int | float) else got
+            rows: list[Row] = [("FLOPs a token", f"{expected:,.0f}", counted)]
+            misread = _recognise(got, _flops_misconceptions(parts, expected, config, seq_len), 1e-9)
             return wrong(f"For the config {name!r} at {seq_len} tokens the count differs.", misread, rows)
     v3 = fn(DeepSeekConfig.preset("deepseek_v3"), 4096)
     return ok(f"DeepSeek-V3 at 4,096 tokens: {v3 / 1e9:.1f} GFLOPs a token; its authors publish 250.")
@@ -434,7 +480,10 @@ def _count_flops(config: DeepSeekConfig, seq_len: int) -> dict[str, float]:
     return parts
 
 
-def _flops_misconceptions(parts: dict[str, float], right: float, seq_len: int) -> dict[str, float]:
+def _flops_misconceptions(
+    parts: dict[str, float], right: float, config: DeepSeekConfig, seq_len: int
+) -> dict[str, float]:
+    dims = config.qk_head_dim + config.v_head_dim
     return {
         "all experts are counted, not the chosen ones": right + parts["idle experts"],
         "all parameters are counted, idle experts and embedding too": right
@@ -446,6 +495,10 @@ def _flops_misconceptions(parts: dict[str, float], right: float, seq_len: int) -
         "a multiply-add counted as one": right / 2,
         "recomputation is counted: that is hardware utilization": right * 4 / 3,
         "attention itself is left out": right - parts["attention"],
+        "attention is counted in one layer, not in all": right
+        - parts["attention"] * (1 - 1 / config.num_hidden_layers),
+        "attention without the rotary part of queries and keys": right
+        - parts["attention"] * config.qk_rope_head_dim / dims,
         "attention over the whole sequence, not half of it": right + parts["attention"],
         "the output head is left out": right - parts["head"],
         "the shared experts are left out": right - parts["shared"],
@@ -503,10 +556,17 @@ _DRAWS = 800
 def grade_sample_next(fn) -> Verdict:
     """Count what is drawn: 800 draws a setting, within five standard deviations of the distribution asked for."""
     logits = _PROBABILITIES.log() + 3
-    greedy = fn(logits, temperature=0)
-    if not isinstance(greedy, int) or greedy != 1:
-        asked: Row = ("temperature 0", "1, an int", repr(greedy))
-        return wrong("At temperature 0 the likeliest token comes out, as a Python int.", rows=[asked])
+    drawn = fn(logits, temperature=1.0, generator=torch.Generator().manual_seed(0))
+    try:
+        greedy = fn(logits, temperature=0)
+    except (RuntimeError, ZeroDivisionError) as error:
+        return wrong(f"With temperature=0 it raises: {error}", "temperature 0 has no branch of its own")
+    for temperature, token in ((1, drawn), (0, greedy)):
+        if not isinstance(token, int):
+            summary = "The token must come out as a Python int, at any temperature."
+            return wrong(summary, "no Python int comes out", [(f"temperature {temperature}", "an int", repr(token))])
+    if greedy != 1:
+        return wrong("At temperature 0 the likeliest token comes out.", rows=[("temperature 0", 1, greedy)])
     settings: list[dict[str, Any]] = [
         dict(temperature=1.0),
         dict(temperature=0.5),
@@ -527,14 +587,27 @@ def grade_sample_next(fn) -> Verdict:
             nearest = min(known, key=lambda name: distance(counts, known[name]), default=None)
             if nearest is not None and distance(counts, known[nearest]) > 0.15:
                 nearest = None
+            asked = sorted((i for i in range(6) if expected[i]), key=expected.__getitem__)
+            if "top_p" not in setting and [i for i in asked if not counts[i]] == asked[:1] != asked:
+                nearest = "top-p cuts the last token at p = 1, where rounding takes the sum past it"
             called = ", ".join(f"{key}={value:g}" for key, value in setting.items())
             rows: list[Row] = [
                 (f"token {i}", round(float(expected[i]), 3), round(float(counts[i]), 3)) for i in range(6)
             ]
             return wrong(f"With {called}, {_DRAWS} draws give other frequencies.", nearest, rows)
-    return _generator_problem(fn, logits) or ok(
-        f"{len(settings)} settings, {_DRAWS} draws each: the right frequencies."
+    return (
+        _tie_problem(fn)
+        or _generator_problem(fn, logits)
+        or ok(f"{len(settings)} settings, {_DRAWS} draws each: the right frequencies.")
     )
+
+
+def _tie_problem(fn) -> Verdict | None:
+    kept = int((_count_draws(fn, torch.zeros(4), dict(temperature=1.0, top_p=0.5)) > 0).sum())
+    if kept != 2:
+        summary = "Of four equal tokens, two reach p = 0.5 exactly: the smallest set that reaches p has no third."
+        return wrong(summary, "the sum of those before may equal p", [("tokens that come out", 2, kept)])
+    return None
 
 
 def _generator_problem(fn, logits: Tensor) -> Verdict | None:
