@@ -33,7 +33,9 @@ cost_box(
 # The package brings ten megabytes of English and Chinese: help pages, a handbook, the Bible, poems. 4% of the
 # *documents* are held out. This is how well counting and compressing do on them.
 #
-# **Predict.** Two layers, one million parameters, some seconds of training on two cores. Which of these will it beat?
+# **Predict.** Two layers, one million parameters, some seconds of training on two cores. Which of these will it beat: a
+# table of token frequencies (*unigram*), one of pairs of tokens (*bigram*), `gzip`, `xz`, or `xz` that has seen the
+# training text first (*primed*), as the two tables and the model have?
 
 # %%
 from deepseek_lab.data.baselines import baselines
@@ -48,8 +50,6 @@ for name, bits in to_beat.items():
     print(f"{name:13} {bits:.2f} bits per byte")
 
 # %% [markdown]
-# *primed* means that `xz` has seen the training text first, as the two tables and the model have.
-#
 # ## 1 · Norm
 #
 # Each block of a decoder adds something to its input: $x \leftarrow x + f(x)$. After dozens of blocks $x$ is large, and
@@ -160,7 +160,8 @@ show_figure(draw.draw_confidence(margins, losses))
 # Plain cross-entropy always asks for more confidence. With $\varepsilon = 0.1$ there is a best lead, about 10.5 (the
 # dot), and being surer than that costs.
 #
-# One of the articles lists this loss in five lines. Ours below makes the same step: the smoothed target is computed
+# This course tests the claims of two articles, numbered E1, E2, … and P1, P2, … (chapter 00, section 3, lists them).
+# One of the two lists this loss in five lines. Ours below makes the same step: the smoothed target is computed
 # from `labels`, but `labels` holds the *numbers* of the classes. **Predict** what happens with 8 tokens and 4,096
 # classes, and with 8 tokens and 8 classes.
 
@@ -239,7 +240,7 @@ for step in (99_999, 100_000, 449_999, 450_001, 999_999):
 # %% [markdown]
 # A jump of 6% where the warm-up ends; then zero at step 450,000, and for the rest of the run a *negative* rate, which
 # climbs the loss. The formula lacks two things: it must count from the end of the warm-up, and it must be the half of
-# $1 + \cos$. Section 7 lets a negative rate loose on your model.
+# $1 + \cos$. Section 8 lets a negative rate loose on your model.
 #
 # ## 5 · Arithmetic
 #
@@ -249,7 +250,9 @@ for step in (99_999, 100_000, 449_999, 450_001, 999_999):
 #
 # ### Exercise 1.5 · `flops_per_token`  (core, 15 minutes)
 #
-# Weights come from `active_matmul_parameters`. Attention itself has no weights, but multiplies all the same.
+# Weights come from `active_matmul_parameters`. Attention itself has no weights, but multiplies all the same: queries
+# with keys (`qk_head_dim` numbers each) and probabilities with values (`v_head_dim`), in each of `num_attention_heads`
+# heads of each of `num_hidden_layers` layers. These are fields of `config`.
 
 # %% exercise: deepseek_lab.plan.flops.flops_per_token
 
@@ -268,8 +271,9 @@ for preset in ("tiny", "deepseek_v2_lite", "deepseek_v3"):
 show_figure(draw.draw_context_cost(lengths, shares))
 
 # %% [markdown]
-# The narrower the model, the earlier attention takes over. At the 4,096 tokens of its pretraining, attention is a
-# minor part of DeepSeek-V3's bill; at 128k it is nearly all of it, which is what chapter 10 is about.
+# What decides is how much attention a model has beside its weights: the narrow *tiny* spends most of its FLOPs there
+# from 2k on, the other two only from about 32k. At the 4,096 tokens of its pretraining, attention is 12% of
+# DeepSeek-V3's bill; at 128k it is 82%, which is what chapter 10 is about.
 #
 # ### Exercise 1.6 · `mfu`  (warm-up, 5 minutes)
 #
@@ -373,7 +377,8 @@ show_figure(draw_loss(records, tokens["val"], to_beat))
 # text, is far ahead: counting is hard to beat with so little training. `make train` gets further in three minutes, and
 # `make train-long` passes it.
 #
-# How busy were the cores? The peak of a CPU is measured: the fastest large matrix product seen, before training or now.
+# How busy were the cores? The peak of a CPU is measured: the rate of large matrix products over a fixed time, before
+# training or now, whichever is higher.
 
 # %%
 peak = max(peak, peak_flops_per_s(torch.device("cpu"), "fp32"))
@@ -502,13 +507,14 @@ for epsilon in (0.0, 0.1):
     seen, unseen = overfit(epsilon)
     curves[f"unseen, smoothing {epsilon:g}"], curves[f"seen, smoothing {epsilon:g}"] = unseen, seen
     print(f"smoothing {epsilon:g}: gap at the end {unseen[-1] - seen[-1]:.2f}, best on unseen text {min(unseen):.2f}")
-show_figure(draw.draw_curves(curves, 5, "bits per byte", "Smoothing softens overfitting; stopping in time avoids it"))
+show_figure(draw.draw_curves(curves, 5, "bits per byte", "With smoothing or without: stop in time"))
 
 # %% [markdown]
-# Smoothing narrows the gap at the end of an overfitted run. What one would really use, the *best* point on unseen text,
-# hardly moves. A longer experiment with three seeds says the same: gap 4.45 against 3.48 bits per byte, best 2.88
-# against 2.86, with a spread of 0.04 between seeds (`python benchmarks/label_smoothing.py`). A pretraining run sees
-# most of its text once or twice, and has no such gap: DeepSeek's reports mention no label smoothing.
+# Here the two gaps differ little, and so does what one would really use, the *best* point on unseen text. A longer
+# experiment with three seeds (`python benchmarks/label_smoothing.py`) tells them apart: smoothing narrows the gap at
+# the end from 4.45 to 3.48 bits per byte, while the best point hardly moves, 2.88 against 2.86 with a spread of 0.04
+# between seeds. A pretraining run sees most of its text once or twice, and has no such gap: DeepSeek's reports mention
+# no label smoothing.
 #
 # **Cosine from $10^{-4}$ to $10^{-6}$ (P13).** A peak and a floor of 1% of it: the schedule that the model above was
 # trained with, up to the scale.

@@ -24,7 +24,8 @@ def flops_per_token(config: DeepSeekConfig, seq_len: int) -> float:
 
     6 for each parameter of a matmul that the token takes part in: attention projections, the dense feed-forward or the
     shared and *chosen* experts, the router, the output head; not the embedding, which is a look-up.  Attention itself
-    costs 6 · (query-key + value dimensions) · heads for every token looked at, which are seq_len/2 on average.
+    costs, in every layer, 6 · (query-key + value dimensions) · heads for every token looked at, which are seq_len/2 on
+    average.
     So counted, DeepSeek-V3 at 4,096 tokens costs 250 GFLOPs a token (arXiv 2505.09343, table 2).
     """
     looked_at = seq_len / 2

@@ -8,7 +8,8 @@ def warmup_cosine(step: int, *, peak: float, floor: float, warmup_steps: int, to
 
     Warm-up step i of w gets peak · (i + 1)/w, so that the very first step already learns and the last of the warm-up
     runs at `peak`.  The cosine starts there, and reaches `floor` at step `total_steps` - 1, the last of the run; past
-    it the rate stays at `floor`.
+    it the rate stays at `floor`.  Without warm-up step 0 is already the first step down the cosine, just below `peak`;
+    with nothing but warm-up, `total_steps` = `warmup_steps`, there is no cosine.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

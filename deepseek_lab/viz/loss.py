@@ -29,10 +29,12 @@ def draw_loss(lines: list[dict[str, Any]], text: Text, baselines: dict[str, floa
         baselines: bits per byte by name, drawn as level lines.
     """
     bits_per_nat = text.n_tokens / text.n_bytes / math.log(2)
-    seen, tokens = 0, []
+    seen, counts = 0, []
     for line in lines:
         seen += line["tokens"]
-        tokens.append(seen / 1e6)
+        counts.append(seen)
+    scale, unit = (1e6, "millions") if seen >= 1e6 else (1e3, "thousands")
+    tokens = [count / scale for count in counts]
     with theme.figure(figsize=(8, 4.2)) as (fig, ax):
         losses = [line["loss"] * bits_per_nat for line in lines]
         ax.plot(tokens, losses, lw=1, alpha=0.7, label="training batches")
@@ -44,7 +46,7 @@ def draw_loss(lines: list[dict[str, Any]], text: Text, baselines: dict[str, floa
             ax.annotate(name, (1, bits), xycoords=("axes fraction", "data"), fontsize=8, va="center")
         shown = [*losses, *baselines.values(), *(bits for _, bits in points)]
         ax.set_ylim(0.9 * min(shown), min(max(losses), 4.5) * 1.02)
-        ax.set_xlabel("tokens seen, millions")
+        ax.set_xlabel(f"tokens seen, {unit}")
         ax.set_ylabel("bits per byte")
         ax.legend(loc="upper center")
         return fig

@@ -26,7 +26,11 @@ def draw_scores(scores: dict[int, tuple[Sequence[int], Sequence[float]]]) -> Fig
     with theme.figure(figsize=(7, 2.8)) as (fig, axes):
         for (position, (distances, values)), marker, size in zip(scores.items(), "os^", (9, 6, 3), strict=False):
             axes.plot(distances, values, marker, markersize=size, fillstyle="none", label=f"query at {position:,}")
-        axes.set(xlabel="distance from query to key (tokens)", ylabel="query · key", title="Only the distance matters")
+        axes.set(
+            xlabel="distance from query to key (tokens)",
+            ylabel="query · key\n(both vectors of ones)",
+            title="Only the distance matters",
+        )
         axes.legend()
         return fig
 
