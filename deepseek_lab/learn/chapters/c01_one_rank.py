@@ -112,8 +112,8 @@ def grade_rms_norm(fn) -> Verdict:
         mixed = fn(large, torch.ones(64), 1e-6)
         if mixed.dtype != dtype:
             summary = "With a weight in fp32 the result is fp32: narrow to the dtype of x last, after the weight."
-            rows = [("dtype", str(dtype), str(mixed.dtype))]
-            return wrong(summary, "the weight's dtype decides, not that of x", rows)
+            name = "the weight's dtype decides, not that of x"
+            return wrong(summary, name, [("dtype", str(dtype), str(mixed.dtype))])
     return ok("Values and gradients in fp64, zeros, and large half-precision inputs are all as they should be.")
 
 
@@ -305,7 +305,8 @@ def _count_problem(n_valid: Any) -> Verdict | None:
         return wrong(summary, "the count is a Python number", [("n_valid", "a tensor", type(n_valid).__name__)])
     if n_valid.dtype != torch.int64 or n_valid.shape != ():
         kind = f"{n_valid.dtype}, shape {tuple(n_valid.shape)}"
-        return wrong("n_valid counts.", "the count is no int64 scalar", [("n_valid", "torch.int64, shape ()", kind)])
+        summary = "n_valid must be a scalar int64 tensor: a float stops counting exactly, in fp32 at 16 million."
+        return wrong(summary, "the count is no int64 scalar", [("n_valid", "torch.int64, shape ()", kind)])
     return None
 
 
