@@ -61,7 +61,10 @@ class HeadLoss(torch.autograd.Function):
             if dx_TD is not None and dw_VD is not None:
                 (g_tV,) = torch.autograd.grad(loss_sum, logits_tV)
                 dx_TD[here] = g_tV @ w_VD
-                dw_VD += g_tV.T @ x_TD[here]
+                if g_tV.dtype == dw_VD.dtype:
+                    dw_VD.addmm_(g_tV.T, x_TD[here])
+                else:  # under autocast
+                    dw_VD += g_tV.T @ x_TD[here]
         if dx_TD is not None:
             ctx.save_for_backward(dx_TD.view_as(x), dw_VD)
         loss_sum, n_valid = (torch.stack(parts).sum() for parts in zip(*totals, strict=True))

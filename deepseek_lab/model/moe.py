@@ -122,7 +122,7 @@ def sum_from_experts(y_ND: Tensor, order_N: Tensor, k: int) -> Tensor:
     """For every token the sum of its `k` visits: the transpose of `copy_to_experts`, by reads and no scattered adds."""
     inverse_N = torch.empty_like(order_N)
     inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    return y_ND.index_select(0, inverse_N).unflatten(0, (-1, k)).sum(dim=1)
+    return F.embedding_bag(inverse_N.view(-1, k), y_ND, mode="sum")  # gathers and adds in one pass
 
 
 class Dispatch(torch.autograd.Function):
