@@ -1,11 +1,14 @@
 """The wiretap sees all traffic of torch.distributed, by whatever name it is called, in forward and in backward."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import all_reduce as called_by_its_bare_name
 
-from deepseek_lab.learn import run_ranks
+from deepseek_lab.learn import forkserver, run_ranks
 from deepseek_lab.learn.wiretap import wiretap
 from deepseek_lab.parallel import collectives
 
@@ -55,14 +58,22 @@ def test_listening_changes_no_result():
     assert all(run_ranks(sums, 2))
 
 
-def test_the_compiler_stays_out():
-    """torch would import it for a dispatch mode; in every rank that would cost seconds."""
+def test_the_compiler_stays_out_of_a_process_that_did_not_load_it():
+    """torch would import it for a dispatch mode; where ranks are spawned, that would cost each of them seconds."""
+    code = (
+        "import sys, torch\n"
+        "from deepseek_lab.learn.wiretap import wiretap\n"
+        "with wiretap(): torch.ones(2).sum()\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
-    def compiler_loaded():
+
+@pytest.mark.skipif(forkserver.METHOD != "forkserver", reason="ranks are spawned here")
+def test_ranks_find_what_optimizers_import_loaded():
+    def at_start():
         import sys
 
-        with wiretap():
-            torch.ones(2).sum()
         return "torch._dynamo" in sys.modules
 
-    assert run_ranks(compiler_loaded, 1) == [False]
+    assert run_ranks(at_start, 1) == [True]
