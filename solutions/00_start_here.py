@@ -10,9 +10,9 @@ from deepseek_lab.learn.course import course_map
 from deepseek_lab.learn.widgets import claims_table, cost_box, slider_figure
 
 cost_box(
-    minutes=0.2,
+    minutes=0.3,
     ranks=4,
-    memory="about 1 GB, 0.2 GB for each rank",
+    memory="about 0.5 GB; ranks share the memory that they were forked with",
     at_scale="the same; this chapter moves 16 bytes",
     before="nothing; `python -m deepseek_lab doctor` should find no fault",
 )

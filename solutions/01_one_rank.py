@@ -16,9 +16,9 @@ from deepseek_lab.learn import check, exercise, hint, progress
 from deepseek_lab.learn.widgets import claims_table, cost_box, show_figure, slider_figure
 
 cost_box(
-    minutes=0.5,
+    minutes=0.7,
     ranks=1,
-    memory="700 MB",
+    memory="about 0.6 GB",
     at_scale="the same functions, unchanged; chapters 03 to 09 split what surrounds them",
     before="chapter 00; some PyTorch",
 )

@@ -11,7 +11,7 @@ from deepseek_lab.learn.widgets import cost_box, show_figure, slider_figure
 from deepseek_lab.viz import rings, theme
 
 cost_box(
-    minutes=0.3,
+    minutes=0.5,
     ranks=8,
     memory="about 0.5 GB; ranks share the memory that they were forked with",
     at_scale="the same code over NCCL; bytes as here, times by the model of section 5",
