@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
-ROWS = 256  # rows of logits alive at a time in `head_loss_sum`
+ROWS = 512  # rows of logits alive at a time in `head_loss_sum`
 
 
 def cross_entropy_sum(

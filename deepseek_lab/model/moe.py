@@ -3,8 +3,7 @@
 Data flow, with N = T · K visits of tokens to experts:
     scores_TE   = router(x_TD)                      how well each expert suits each token
     index_TK    = the K best experts of each token  (biased, and limited to the best groups)
-    x_ND        = the tokens, sorted by expert      so that each expert sees one contiguous block
-    y_ND        = experts(x_ND, weight_N)           each block through its expert, weighted
+    y_ND        = the visits, sorted by expert, so that each expert works on one block: weight · expert(token)
     y_TD        = the sum of each token's visits, plus the shared experts, which every token visits
 """
 
@@ -66,7 +65,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts, their weights stacked: SwiGLU layers over contiguous blocks of tokens."""
+    """The routed experts, SwiGLU layers with their weights stacked."""
 
     def __init__(self, config: DeepSeekConfig):
         super().__init__()
@@ -75,15 +74,15 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(E, F_, D))
         self.down_proj = nn.Parameter(torch.empty(E, D, F_))
 
-    def forward(self, x_ND: Tensor, weight_N: Tensor, counts_E: Tensor) -> Tensor:
-        """Apply expert 0 to the first counts[0] rows, expert 1 to the next counts[1], …, and weigh row n by weight[n].
+    def forward(self, x_TD: Tensor, weight_TK: Tensor, index_TK: Tensor, counts_E: Tensor) -> Tensor:
+        """For each token the sum over its K visits of weight · expert(token); `counts_E` visits go to each expert.
 
         Under autocast, as linear layers do, in the narrower type.
         """
-        inputs: tuple[Tensor, ...] = (x_ND, weight_N.to(x_ND.dtype), self.gate_proj, self.up_proj, self.down_proj)
-        if torch.is_autocast_enabled(x_ND.device.type):
-            inputs = tuple(t.to(torch.get_autocast_dtype(x_ND.device.type)) for t in inputs)
-        return GroupedSwiGLU.apply(*inputs, counts_E)
+        inputs: tuple[Tensor, ...] = (x_TD, weight_TK.to(x_TD.dtype), self.gate_proj, self.up_proj, self.down_proj)
+        if torch.is_autocast_enabled(x_TD.device.type):
+            inputs = tuple(t.to(torch.get_autocast_dtype(x_TD.device.type)) for t in inputs)
+        return GroupedSwiGLU.apply(*inputs, index_TK, counts_E)
 
 
 class MoE(nn.Module):
@@ -99,92 +98,50 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_TD = x_BTD.flatten(0, -2)
         weight_TK, index_TK = self.gate(x_TD)
-        index_N = index_TK.flatten()
-        counts_E = index_N.bincount(minlength=self.gate.weight.shape[0])
+        counts_E = index_TK.flatten().bincount(minlength=self.gate.weight.shape[0])
         if self.training and torch.is_grad_enabled():
             self.gate.visits_E += counts_E
-        # Stable, so that the order inside a block, and with it every rounding, is the tokens' own.
-        order_N = index_N.argsort(stable=True)
-        x_ND = Dispatch.apply(x_TD, order_N, index_TK.shape[1])
-        y_ND = self.experts(x_ND, weight_TK.flatten().index_select(0, order_N), counts_E)
-        y_TD = Combine.apply(y_ND, order_N, index_TK.shape[1])
+        y_TD = self.experts(x_TD, weight_TK, index_TK, counts_E)
         if hasattr(self, "shared_experts"):
             y_TD = y_TD + self.shared_experts(x_TD)
         return y_TD.view_as(x_BTD)
 
 
-def copy_to_experts(x_TD: Tensor, order_N: Tensor, k: int) -> Tensor:
-    """Row n of the result is the token of visit `order[n]`, visits being numbered token by token, `k` each."""
-    return x_TD.index_select(0, order_N // k)
-
-
-def sum_from_experts(y_ND: Tensor, order_N: Tensor, k: int) -> Tensor:
-    """For every token the sum of its `k` visits: the transpose of `copy_to_experts`, by reads and no scattered adds."""
-    inverse_N = torch.empty_like(order_N)
-    inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    return F.embedding_bag(inverse_N.view(-1, k), y_ND, mode="sum")  # gathers and adds in one pass
-
-
-class Dispatch(torch.autograd.Function):
-    """`copy_to_experts`, whose gradient is `sum_from_experts`."""
-
-    @staticmethod
-    def forward(ctx, x_TD: Tensor, order_N: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order_N)
-        ctx.k = k
-        return copy_to_experts(x_TD, order_N, k)
-
-    @staticmethod
-    def backward(ctx, g_ND: Tensor) -> tuple[Tensor, None, None]:
-        (order_N,) = ctx.saved_tensors
-        return sum_from_experts(g_ND, order_N, ctx.k), None, None
-
-
-class Combine(torch.autograd.Function):
-    """`sum_from_experts`, whose gradient is `copy_to_experts`."""
-
-    @staticmethod
-    def forward(ctx, y_ND: Tensor, order_N: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order_N)
-        ctx.k = k
-        return sum_from_experts(y_ND, order_N, k)
-
-    @staticmethod
-    def backward(ctx, g_TD: Tensor) -> tuple[Tensor, None, None]:
-        (order_N,) = ctx.saved_tensors
-        return copy_to_experts(g_TD, order_N, ctx.k), None, None
-
-
 class GroupedSwiGLU(torch.autograd.Function):
-    """y = down_e((silu(gate_e x) · up_e x) · weight), expert e on its own block of rows, one block after the other.
+    """y_t = sum over the visits of token t of weight · down_e(silu(gate_e x_t) · up_e x_t), expert after expert.
 
-    A block's intermediate values stay in cache from matmul to matmul, and only x, gate x and up x are kept for
-    backward, which works the rest out again.  An expert without rows gets a gradient of zeros.
+    An expert's tokens are gathered just before its matmuls, and its intermediate values stay in cache from one to the
+    next.  Only gate x and up x are kept for backward, which works the rest out again; the sorted copies of the tokens
+    never exist as a whole.  An expert without visits gets a gradient of zeros.
     """
 
     @staticmethod
-    def forward(ctx, x_ND, weight_N, gate_EFD, up_EFD, down_EDF, counts_E: Tensor) -> Tensor:
+    def forward(ctx, x_TD, weight_TK, gate_EFD, up_EFD, down_EDF, index_TK: Tensor, counts_E: Tensor) -> Tensor:
+        # Stable, so that the order inside a block, and with it every rounding, is the tokens' own.
+        order_N = index_TK.flatten().argsort(stable=True)
+        token_N, weight_N1 = order_N // index_TK.shape[1], weight_TK.flatten()[order_N, None]
+        g_NF = x_TD.new_empty(len(order_N), gate_EFD.shape[1])
+        u_NF, y_ND = torch.empty_like(g_NF), x_TD.new_empty(len(order_N), x_TD.shape[1])
         counts = counts_E.tolist()
-        g_NF = x_ND.new_empty(x_ND.shape[0], gate_EFD.shape[1])
-        u_NF, y_ND = torch.empty_like(g_NF), torch.empty_like(x_ND)
-        blocks = (t.split(counts) for t in (x_ND, weight_N[:, None], g_NF, u_NF, y_ND))
-        for e, (x, weight, g, u, y) in enumerate(zip(*blocks, strict=True)):
+        blocks = (t.split(counts) for t in (token_N, weight_N1, g_NF, u_NF, y_ND))
+        for e, (token, weight, g, u, y) in enumerate(zip(*blocks, strict=True)):
+            x = x_TD.index_select(0, token)
             torch.mm(x, gate_EFD[e].T, out=g)
             torch.mm(x, up_EFD[e].T, out=u)
             h = F.silu(g).mul_(u).mul_(weight)
             torch.mm(h, down_EDF[e].T, out=y)
-        ctx.save_for_backward(x_ND, weight_N, gate_EFD, up_EFD, down_EDF, g_NF, u_NF)
+        ctx.save_for_backward(x_TD, gate_EFD, up_EFD, down_EDF, order_N, token_N, weight_N1, g_NF, u_NF)
         ctx.counts = counts
-        return y_ND
+        return sum_visits(y_ND, order_N, index_TK.shape[1])
 
     @staticmethod
-    def backward(ctx, dy_ND: Tensor):
-        x_ND, weight_N, gate_EFD, up_EFD, down_EDF, g_NF, u_NF = ctx.saved_tensors
-        dx_ND, dweight_N = torch.empty_like(x_ND), torch.empty_like(weight_N)
+    def backward(ctx, dy_TD: Tensor):
+        x_TD, gate_EFD, up_EFD, down_EDF, order_N, token_N, weight_N1, g_NF, u_NF = ctx.saved_tensors
+        dx_ND, dweight_N = x_TD.new_empty(len(order_N), x_TD.shape[1]), torch.empty_like(weight_N1[:, 0])
         dgate_EFD, dup_EFD, ddown_EDF = (torch.empty_like(w) for w in (gate_EFD, up_EFD, down_EDF))
-        rows = (x_ND, weight_N[:, None], g_NF, u_NF, dy_ND.contiguous(), dx_ND, dweight_N)
-        blocks = (t.split(ctx.counts) for t in rows)
-        for e, (x, weight, g, u, dy, dx, dweight) in enumerate(zip(*blocks, strict=True)):
+        blocks = (t.split(ctx.counts) for t in (token_N, weight_N1, g_NF, u_NF, dx_ND, dweight_N))
+        for e, (token, weight, g, u, dx, dweight) in enumerate(zip(*blocks, strict=True)):
+            x, dy = x_TD.index_select(0, token), dy_TD.index_select(0, token)
             s = F.silu(g)
             h = s * u
             dh = dy @ down_EDF[e]  # of h · weight
@@ -196,4 +153,13 @@ class GroupedSwiGLU(torch.autograd.Function):
             torch.mm(dg.T, x, out=dgate_EFD[e])
             torch.mm(du.T, x, out=dup_EFD[e])
             torch.mm(dg, gate_EFD[e], out=dx).addmm_(du, up_EFD[e])
-        return dx_ND, dweight_N, dgate_EFD, dup_EFD, ddown_EDF, None
+        k = len(order_N) // len(x_TD)
+        dweight_TK = torch.empty_like(dweight_N).index_copy_(0, order_N, dweight_N).view(-1, k)
+        return sum_visits(dx_ND, order_N, k), dweight_TK, dgate_EFD, dup_EFD, ddown_EDF, None, None
+
+
+def sum_visits(y_ND: Tensor, order_N: Tensor, k: int) -> Tensor:
+    """For every token the sum of its `k` visits, which `order` sorted by expert; by reads and no scattered adds."""
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    return F.embedding_bag(place_N.view(-1, k), y_ND, mode="sum")  # gathers and adds in one pass

@@ -22,7 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         (..., D), in the dtype of `x`.
     """
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(x_wide.square().mean(dim=-1, keepdim=True) + eps)
+    mean_square = torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True).square() / x.shape[-1]
+    scale = torch.rsqrt(mean_square + eps)
     return (x_wide * scale * weight).to(x.dtype)
 
 
