@@ -7,12 +7,28 @@ Data flow, with N = T · K visits of tokens to experts:
     y_TD        = the sum of each token's visits, plus the shared experts, which every token visits
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepseek_lab.model.config import DeepSeekConfig
 from deepseek_lab.model.mlp import SwiGLU
+
+_counting = True
+
+
+@contextlib.contextmanager
+def not_counting() -> Iterator[None]:
+    """Inside, routers do not count visits: for a pass that repeats another, or that holds no tokens of the batch."""
+    global _counting
+    before, _counting = _counting, False
+    try:
+        yield
+    finally:
+        _counting = before
 
 
 class Router(nn.Module):
@@ -99,7 +115,7 @@ class MoE(nn.Module):
         x_TD = x_BTD.flatten(0, -2)
         weight_TK, index_TK = self.gate(x_TD)
         counts_E = index_TK.flatten().bincount(minlength=self.gate.weight.shape[0])
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and _counting:
             self.gate.visits_E += counts_E
         y_TD = self.experts(x_TD, weight_TK, index_TK, counts_E)
         if hasattr(self, "shared_experts"):

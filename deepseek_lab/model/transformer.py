@@ -56,24 +56,17 @@ class DeepSeekModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Matrices from a normal distribution of `initializer_range`, norms one, router biases zero."""
+        """Give every parameter its `initial_weight`."""
         for name, parameter in self.named_parameters():
-            if parameter.device.type == "meta":
-                continue
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-                continue
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-            drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(generator=generator)
-            parameter.copy_(drawn * self.config.initializer_range)
+            if parameter.device.type != "meta":
+                parameter.copy_(initial_weight(name, parameter.shape, self.config, seed))
 
     def forward(
         self, input_ids: Tensor, doc_ids: Tensor | None = None, caches: list[LatentCache] | None = None
@@ -109,7 +102,7 @@ class DeepSeekModel(nn.Module):
 
         The same numbers as `loss.cross_entropy_sum(model(input_ids), labels)`, without ever holding all logits.
         """
-        return loss.head_loss_sum(self.hidden(input_ids, doc_ids), self.lm_head.weight, labels, label_smoothing)
+        return self.lm_head(self.hidden(input_ids, doc_ids), labels, label_smoothing)
 
     def loss(self, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Mean cross-entropy, nats, over the labels that are not -100; zero when there are none."""
@@ -146,6 +139,28 @@ class DeepSeekModel(nn.Module):
             ValueError: when the architecture is one that DeepSeek-V3's class cannot express.
         """
         hf.save(self, Path(folder))
+
+
+class Head(nn.Linear):
+    """The output head, which also holds the loss: together they need never hold all logits."""
+
+    def forward(self, x_BTD: Tensor, labels: Tensor | None = None, label_smoothing: float = 0.0):  # type: ignore[override]
+        """Logits (B, T, V); with `labels` (B, T) their summed cross-entropy instead, and how many of them counted."""
+        if labels is None:
+            return super().forward(x_BTD)
+        return loss.head_loss_sum(x_BTD, self.weight, labels, label_smoothing)
+
+
+def initial_weight(name: str, shape: torch.Size, config: DeepSeekConfig, seed: int) -> Tensor:
+    """What the parameter `name` starts from, fp32: a normal of `initializer_range` for matrices, one for norms.
+
+    Drawn from (seed, name) alone, so that it depends neither on the order of construction nor on how a model is split.
+    """
+    if len(shape) == 1:
+        return torch.ones(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    return torch.empty(shape, dtype=torch.float32).normal_(generator=generator) * config.initializer_range
 
 
 def document_mask(doc_ids: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ rank, every function does what one rank alone would see, and records nothing.
 Shapes: R ranks of the group, N rows, C elements of a chunk.
 """
 
+import contextlib
 import math
 import pickle
 import time
@@ -27,6 +28,7 @@ __all__ = [
     "CopyToGroup",
     "Event",
     "Link",
+    "Pending",
     "ReduceFromGroup",
     "Trace",
     "algorithm",
@@ -51,6 +53,9 @@ __all__ = [
     "send",
     "set_algorithm",
     "size_of",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
 ]
 
 # --- ring algorithms, from messages -------------------------------------------------------------------------
@@ -246,6 +251,80 @@ def all_to_all(x, send_counts, recv_counts, group=None):
         received = x.new_empty(sum(recv_counts), *x.shape[1:])
         dist.all_to_all_single(received, x, recv_counts, send_counts, group=group)
         return received
+
+
+class Pending:
+    """A collective that was started; `wait()` returns its result, and may be called once."""
+
+    def __init__(self, result, finish=None):
+        self._result, self._finish = result, finish
+
+    def wait(self):
+        if self._finish is not None:
+            self._finish()
+        return self._result
+
+
+def start_all_reduce(x, group=None) -> Pending:
+    """Start adding `x` up over the ranks, in place; leave it alone until `wait()`, which returns it."""
+    _require_contiguous(x, "start_all_reduce")
+    if size_of(group) == 1 or _algorithm == "ring":
+        return Pending(all_reduce(x, group))
+    steps = 2 * (size_of(group) - 1)
+    return _start("all_reduce", x, x, group, steps, None, lambda: dist.all_reduce(x, group=group, async_op=True))
+
+
+def start_all_gather(x, group=None, out=None) -> Pending:
+    """Start `all_gather`; `out`, if given, is the contiguous tensor (R*N, ...) to gather into."""
+    n_ranks, x = size_of(group), x.contiguous()
+    if n_ranks == 1 or _algorithm == "ring":
+        gathered = all_gather(x, group)
+        return Pending(gathered if out is None else out.copy_(gathered))
+    gathered = x.new_empty(n_ranks * x.shape[0], *x.shape[1:]) if out is None else out
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    n_bytes = (n_ranks - 1) * x.nbytes
+    return _start(
+        "all_gather", x, gathered, group, n_ranks - 1, n_bytes, lambda: gather(gathered, x, group=group, async_op=True)
+    )
+
+
+def start_reduce_scatter(x, group=None) -> Pending:
+    """Start `reduce_scatter`; leave `x` alone until `wait()`."""
+    n_ranks = size_of(group)
+    if n_ranks == 1 or _algorithm == "ring" or x.shape[0] % n_ranks:
+        return Pending(reduce_scatter(x, group))
+    x = x.contiguous()
+    my_sum = x.new_empty(x.shape[0] // n_ranks, *x.shape[1:])
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return _start(
+        "reduce_scatter", x, my_sum, group, n_ranks - 1, None, lambda: scatter(my_sum, x, group=group, async_op=True)
+    )
+
+
+def _start(op, x, result, group, steps, n_bytes, post) -> Pending:
+    """Post a collective; it is metered, and held back to the chosen link, when somebody waits for it."""
+    ranks, link, start_s = ranks_of(group), meter.current_link(), time.monotonic()
+    n_bytes = steps * x.nbytes / len(ranks) if n_bytes is None else n_bytes
+    done_s = []
+    with meter.posting(op):
+        work = post()
+        with contextlib.suppress(RuntimeError):  # gloo's reduce-scatter does not tell when it is done
+            work.get_future().add_done_callback(lambda _: done_s.append(time.monotonic()))
+        if link:
+            starts_s = _clock(x, meter.departure(n_bytes))
+            starts_work = dist.all_reduce(starts_s, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def finish():
+        what = f"{op} {_size(x)} {_dtype(x)} over {len(ranks)} ranks, started earlier"
+        mine = ranks[rank_in(group)]
+        with meter.operation(op, what, ranks, mine, payload_bytes=x.nbytes, start_s=start_s) as current:
+            work.wait()
+            if link:
+                starts_work.wait()
+                current.not_before = starts_s.item() + link.seconds(n_bytes, steps)
+            current.done_s = done_s[0] if done_s else current.not_before or None
+
+    return Pending(result, finish)
 
 
 def broadcast(x, src=0, group=None):

@@ -1,35 +1,122 @@
-"""How the ranks are laid out.  The batch is set globally elsewhere; a layout only splits it."""
+"""How the ranks are laid out.  The batch is set globally elsewhere; a layout only splits it.
+
+Everything that cannot be is refused here, before any process group exists, naming what can.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepseek_lab.model.config import DeepSeekConfig
+
 COLLECTIVES = ("gloo", "ring")
+COMPRESSIONS = ("none", "int8", "topk")
+RECOMPUTE = ("none", "selective", "full")
+SCHEDULES = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Degrees of parallelism and who carries out collectives.
+    """Degrees of parallelism, and how each kind works.
 
-    `dp`: data-parallel ranks; None takes all there are.  `collectives`: "gloo" leaves them to the process group (NCCL
-    on GPUs), "ring" uses the package's own ring over send and receive.
+    Degrees: `dp` data-parallel ranks (None takes all that the others leave), `tp` ranks that share every layer, `pp`
+    pipeline stages; `ep` divides `dp`: experts are spread inside data parallelism.
+
+    `zero_stage`: what data-parallel ranks share out instead of each holding it whole: 0 nothing, 1 the optimizer's
+    state, 2 gradients too, 3 weights too (arXiv 1910.02054).  `overlap`: gradients travel while backward goes on.
+    `bucket_mb`: megabytes of gradient to a message.  `compression`: of gradients, "int8" or "topk", lossy.
+    `sequence_parallel`: between the layers that `tp` splits, activations are split too, along the sequence.
+    `recompute`: activations that are worked out again in backward: "selective" those of attention, "full" whole blocks.
+    `collectives`: "gloo" leaves them to the process group (NCCL on GPUs), "ring" uses the package's own ring.
+    `schedule` and `chunks`: of the pipeline.
     """
 
     dp: int | None = None
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero_stage: int = 0
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
     collectives: str = "gloo"
+    compression: str = "none"
+    overlap: bool = True
+    bucket_mb: float = 25.0
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
-        if self.dp is not None and self.dp < 1:
-            raise ValueError(f"parallel.dp={self.dp} must be at least 1")
-        if self.collectives not in COLLECTIVES:
+        for name in ("dp", "tp", "pp", "ep", "chunks"):
+            if (degree := getattr(self, name)) is not None and degree < 1:
+                raise ValueError(f"parallel.{name}={degree} must be at least 1")
+        for name, known in (
+            ("collectives", COLLECTIVES),
+            ("compression", COMPRESSIONS),
+            ("recompute", RECOMPUTE),
+            ("schedule", SCHEDULES),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"parallel.{name}={value!r} is not known; use one of {', '.join(known)}")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"parallel.zero_stage={self.zero_stage} is not a stage; use 0, 1, 2 or 3")
+        if self.bucket_mb <= 0:
+            raise ValueError(f"parallel.bucket_mb={self.bucket_mb} must be more than 0")
+        if self.compression != "none" and self.zero_stage:
             raise ValueError(
-                f"parallel.collectives={self.collectives!r} is not known; use one of {', '.join(COLLECTIVES)}"
+                f"parallel.compression={self.compression!r} compresses an all-reduce of whole gradients, which "
+                f"parallel.zero_stage={self.zero_stage} does not have; use zero_stage 0"
             )
+        if self.pp > 1 or self.chunks > 1 or self.ep > 1:
+            raise ValueError("parallel.pp, parallel.chunks and parallel.ep are not built yet; leave them at 1")
+        if self.dp is not None and self.dp % self.ep:
+            raise ValueError(
+                f"parallel.ep={self.ep} does not divide parallel.dp={self.dp}; use {divisors(self.dp)} (experts are "
+                "spread over data-parallel ranks)"
+            )
+
+    def sizes(self, world_size: int) -> dict[str, int]:
+        """Ranks along every axis of the mesh."""
+        dp = self.dp or world_size // (self.tp * self.pp)
+        return {"pp": self.pp, "dp": dp, "edp": dp // self.ep, "ep": self.ep, "tp": self.tp}
 
     def check(self, world_size: int) -> None:
         """Raises ValueError when the layout does not use exactly the ranks that were launched."""
-        if self.dp not in (None, world_size):
+        others = self.tp * self.pp
+        if self.dp is None and world_size % others:
             raise ValueError(
-                f"parallel.dp={self.dp} does not match the {world_size} ranks that were launched; set parallel.dp to "
-                f"{world_size}, leave it out, or launch with --num_processes {self.dp}"
+                f"parallel.tp={self.tp} times parallel.pp={self.pp} does not divide the {world_size} ranks that were "
+                f"launched; their product must be one of {divisors(world_size)}"
             )
+        if self.dp is not None and self.dp * others != world_size:
+            raise ValueError(
+                f"parallel.dp={self.dp} x tp={self.tp} x pp={self.pp} = {self.dp * others} does not match the "
+                f"{world_size} ranks that were launched; leave parallel.dp out, or launch with "
+                f"--num_processes {self.dp * others}"
+            )
+        if (dp := self.sizes(world_size)["dp"]) % self.ep:
+            raise ValueError(f"parallel.ep={self.ep} does not divide the {dp} data-parallel ranks; use {divisors(dp)}")
+
+    def check_model(self, model: DeepSeekConfig, seq_len: int) -> None:
+        """Raises ValueError when the model cannot be split this way."""
+        tp = self.tp
+        sizes = {"num_attention_heads": model.num_attention_heads, "vocab_size": model.vocab_size}
+        if model.first_k_dense_replace > 0:
+            sizes["intermediate_size"] = model.intermediate_size
+        if model.first_k_dense_replace < model.num_hidden_layers:
+            sizes["moe_intermediate_size"] = model.moe_intermediate_size
+        if self.sequence_parallel:
+            sizes["data.seq_len"] = seq_len
+        for name, size in sizes.items():
+            if size % tp:
+                raise ValueError(f"parallel.tp={tp} does not divide {name}={size}; use {divisors(size)}")
+        if model.n_routed_experts % self.ep:
+            raise ValueError(
+                f"parallel.ep={self.ep} does not divide n_routed_experts={model.n_routed_experts}; "
+                f"use {divisors(model.n_routed_experts)}"
+            )
+
+
+def divisors(n: int) -> str:
+    """The divisors of `n` up to 64, for an error: "1, 2 or 4"."""
+    found = [str(d) for d in range(1, min(n, 64) + 1) if n % d == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

@@ -25,36 +25,65 @@ def global_token_mean(loss_sum, n_tokens, group=None):
     return global_loss_sum / global_n_tokens
 
 
-def all_reduce_gradients(parameters, group=None, bucket_bytes=25 * 2**20):
-    """Add up every parameter's gradient over `group`, in place, in few large messages.
+def plan_buckets(numels, bucket_numel):
+    """Which gradients travel together: lists of indices into `numels`, in the order in which backward finishes them.
 
-    Gradients are copied into flat buckets of about `bucket_bytes`, so that a message costs bandwidth and not latency;
-    a parameter that got no gradient on this rank counts as zero, since others may have one.  The loss was already
-    divided by the tokens of the whole batch: sums are what is wanted, and nothing is divided here.
+    Backward ends with the parameters that forward began with, so the last gradient is ready first, and the first bucket
+    holds the last ones.  A bucket holds at most `bucket_numel` numbers, or a single gradient that is larger than that.
+    """
+    members, held = [[]], 0
+    for i in reversed(range(len(numels))):
+        if members[-1] and held + numels[i] > bucket_numel:
+            members.append([])
+            held = 0
+        members[-1].append(i)
+        held += numels[i]
+    return [bucket for bucket in members if bucket]
+
+
+def all_reduce_gradients(gradients, group=None, bucket_bytes=25 * 2**20):
+    """Add up every gradient over `group`, in place, in few large messages.
+
+    Gradients are copied into flat buckets of about `bucket_bytes`, so that a message costs bandwidth and not latency.
+    The loss was already divided by the tokens of the whole batch: sums are what is wanted, and nothing is divided here.
 
     Args:
-        parameters: the same parameters in the same order on every rank.
+        gradients: tensors of one dtype, the same number and shapes on every rank.
     """
-    if collectives.size_of(group) == 1:
+    if collectives.size_of(group) == 1 or not gradients:
         return
-    for parameter in (trainable := [p for p in parameters if p.requires_grad]):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    for bucket in buckets([p.grad for p in trainable], bucket_bytes):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
+    bucket_numel = bucket_bytes // gradients[0].element_size()
+    for bucket in plan_buckets([g.numel() for g in gradients], bucket_numel):
+        flat = torch.cat([gradients[i].flatten() for i in bucket])
         collectives.all_reduce(flat, group)
-        for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        for i, total in zip(bucket, flat.split([gradients[i].numel() for i in bucket]), strict=True):
+            gradients[i].copy_(total.view_as(gradients[i]))
 
 
-def buckets(tensors, bucket_bytes):
-    """Consecutive tensors of one dtype in lists of at most `bucket_bytes`, or of a single larger tensor."""
-    bucket, held = [], 0
-    for tensor in tensors:
-        if bucket and (held + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(tensor)
-        held += tensor.nbytes
-    if bucket:
-        yield bucket
+class Overlap:
+    """Starts the communication of a bucket while backward still works on the rest.
+
+    A bucket is started once all its gradients are ready *and* every bucket before it was started: ranks may finish
+    gradients in different orders, but collectives must begin in the same one everywhere.
+
+    Args:
+        members: for every bucket the indices of its gradients, from `plan_buckets`.
+        start: starts the communication of bucket b and returns what to `wait()` for, a `collectives.Pending`.
+    """
+
+    def __init__(self, members, start):
+        self.start, self.pending = start, []
+        self.bucket_of = {i: b for b, bucket in enumerate(members) for i in bucket}
+        self.missing = [len(bucket) for bucket in members]
+
+    def ready(self, i):
+        """Gradient `i` is complete on this rank."""
+        self.missing[self.bucket_of[i]] -= 1
+        while len(self.pending) < len(self.missing) and self.missing[len(self.pending)] == 0:
+            self.pending.append(self.start(len(self.pending)))
+
+    def finish(self):
+        """After backward: start what has gradients that never came, wait for all, return the results by bucket."""
+        while len(self.pending) < len(self.missing):
+            self.pending.append(self.start(len(self.pending)))
+        return [pending.wait() for pending in self.pending]

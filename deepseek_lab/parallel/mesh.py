@@ -1,32 +1,44 @@
-"""The grid of ranks, with a name for each axis, built in one place."""
+"""The grid of ranks, with a name for each axis, built in one place.
+
+Neighbouring ranks differ first in `tp`, whose messages are the most frequent, then in data parallelism, then in the
+pipeline stage `pp`, whose messages are the fewest.  Data parallelism is itself a grid of two axes: the ranks of one
+`ep` group hold different experts, those of one `edp` group the same; for everything else the two are one axis, `dp`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepseek_lab.parallel.config import ParallelConfig
 
+AXES = ("pp", "edp", "ep", "tp")  # outermost first
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place in the grid.  Without a process group there is one rank, and `dp_group` is None."""
+    """This process's place in the grid, by axis: "pp", "dp", "tp", "edp", "ep", or "world" for all ranks.
+
+    Without a process group there is one rank, every group is None and every size one.
+    """
 
     device_mesh: DeviceMesh | None
+    sizes: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def dp_group(self) -> dist.ProcessGroup | None:
-        return self.device_mesh.get_group("dp") if self.device_mesh is not None else None
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one along `axis` only."""
+        if self.device_mesh is None:
+            return None
+        return dist.group.WORLD if axis == "world" else self.device_mesh.get_group(axis)
 
-    @property
-    def dp_rank(self) -> int:
-        return self.device_mesh.get_local_rank("dp") if self.device_mesh is not None else 0
+    def rank(self, axis: str) -> int:
+        return 0 if self.device_mesh is None else dist.get_rank(self.group(axis))
 
-    @property
-    def dp_size(self) -> int:
-        return self.device_mesh.size() if self.device_mesh is not None else 1
+    def size(self, axis: str) -> int:
+        return 1 if self.device_mesh is None else self.sizes[axis]
 
 
 def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
@@ -38,5 +50,10 @@ def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
     if not dist.is_initialized():
         config.check(1)
         return Mesh(None)
-    config.check(dist.get_world_size())
-    return Mesh(init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",)))
+    world = dist.get_world_size()
+    config.check(world)
+    sizes = config.sizes(world)
+    device_mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
+    device_mesh["edp", "ep"]._flatten("dp")
+    assert math.prod(sizes[axis] for axis in AXES) == world
+    return Mesh(device_mesh, sizes | {"world": world})

@@ -50,7 +50,8 @@ class Event:
     None if torch carried the operation out.  `peer` is the receiver of a send (the sender for a recv), in
     `group_ranks` and `rank` all ranks are global.  `within` names the collective that this send was a step
     of: such sends are also part of that event's `wire_bytes`, so a total counts only events with
-    `within is None`.
+    `within is None`.  `blocked_s` is how long this rank stood still for the operation: all of `seconds`, unless it was
+    started first and waited for later.
     """
 
     op: str
@@ -62,6 +63,7 @@ class Event:
     start_s: float
     seconds: float
     within: str | None = None
+    blocked_s: float = 0.0
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Operation:
     start_s: float
     wire_bytes: int | None = None
     not_before: float = 0.0
+    done_s: float | None = None  # when it was complete, if that was noticed before somebody waited for it
 
 
 _traces: list[Trace] = []
@@ -107,9 +110,15 @@ def record() -> Iterator[Trace]:
 
 
 @contextmanager
-def operation(op, what, group_ranks, rank, *, peer=None, payload_bytes=0, wire_bytes=None) -> Iterator[Operation]:
-    """Meter one operation.  `what` is its description for a person, e.g. "all_reduce 4.0 KiB float32 over 4 ranks"."""
-    current = Operation(op, time.monotonic(), wire_bytes)
+def operation(
+    op, what, group_ranks, rank, *, peer=None, payload_bytes=0, wire_bytes=None, start_s=None
+) -> Iterator[Operation]:
+    """Meter one operation.  `what` is its description for a person, e.g. "all_reduce 4.0 KiB float32 over 4 ranks".
+
+    `start_s`: when it was started, if that was before anybody waited for it.
+    """
+    blocked_from_s = time.monotonic()
+    current = Operation(op, blocked_from_s if start_s is None else start_s, wire_bytes)
     outer = _under_way[-1] if _under_way else None
     if outer is None:
         _write_note(what)
@@ -124,7 +133,8 @@ def operation(op, what, group_ranks, rank, *, peer=None, payload_bytes=0, wire_b
         _write_note("")
     elif current.wire_bytes is not None:
         outer.wire_bytes = (outer.wire_bytes or 0) + current.wire_bytes
-    seconds = time.monotonic() - current.start_s
+    now_s = time.monotonic()
+    done_s = now_s if current.done_s is None else min(now_s, max(current.done_s, current.not_before))
     event = Event(
         op=op,
         group_ranks=tuple(group_ranks),
@@ -133,11 +143,22 @@ def operation(op, what, group_ranks, rank, *, peer=None, payload_bytes=0, wire_b
         payload_bytes=payload_bytes,
         wire_bytes=current.wire_bytes,
         start_s=current.start_s,
-        seconds=seconds,
+        seconds=done_s - current.start_s,
         within=outer.op if outer else None,
+        blocked_s=now_s - blocked_from_s,
     )
     for trace in _traces:
         trace.events.append(event)
+
+
+@contextmanager
+def posting(op) -> Iterator[None]:
+    """While an operation is started that will be waited for later: what is sent inside is ours."""
+    _under_way.append(Operation(op, time.monotonic()))
+    try:
+        yield
+    finally:
+        _under_way.pop()
 
 
 def inside_operation() -> bool:

@@ -45,9 +45,9 @@ class Trainer:
         self.steps_done, self.steps_saved = 0, -1
         self.interrupted = False
         self.flops_per_token = flops.flops_per_token(config.model, config.data.seq_len)
-        collectives.barrier(mesh.dp_group)
+        collectives.barrier(mesh.group("dp"))
         peak = torch.tensor([metrics.peak_flops_per_s(self.device, config.precision)], device=self.device)
-        self.peak_flops_per_s = collectives.all_reduce(peak, mesh.dp_group).item()
+        self.peak_flops_per_s = collectives.all_reduce(peak, mesh.group("dp")).item()
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -59,13 +59,13 @@ class Trainer:
             step=step,
             global_batch_size=train.global_batch_size,
             seq_len=data.seq_len,
-            rank=mesh.dp_rank,
-            size=mesh.dp_size,
+            rank=mesh.rank("dp"),
+            size=mesh.size("dp"),
         )
 
     def step(self, batch: Batch, n_tokens: int) -> dict[str, float]:
         """Learn from this rank's `batch`, of a global batch in which `n_tokens` labels count."""
-        config, group = self.config, self.mesh.dp_group
+        config, group = self.config, self.mesh.group("dp")
         lr = schedule.warmup_cosine(
             self.steps_done,
             peak=config.optim.lr,
@@ -76,7 +76,7 @@ class Trainer:
         optim.set_learning_rate(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)
         my_loss_sum, my_n_tokens = self.backward(batch, n_tokens)
-        data_parallel.all_reduce_gradients(self.model.parameters(), group)
+        data_parallel.all_reduce_gradients([p.grad for p in self.model.parameters() if p.grad is not None], group)
         grad_norm = optim.clip_gradients(self.model, config.optim.clip_norm)
         self.optimizer.step()
         optim.balance_experts(self.model, config.train.router_bias_rate, group)
@@ -118,12 +118,12 @@ class Trainer:
             self.tokens["val"],
             seq_len=self.config.data.seq_len,
             batch_size=self.config.train.micro_batch_size,
-            rank=self.mesh.dp_rank,
-            size=self.mesh.dp_size,
+            rank=self.mesh.rank("dp"),
+            size=self.mesh.size("dp"),
         ):
             for micro in self.micro_batches(batch):
                 totals += torch.stack([part.double() for part in self.loss_sum(micro)])
-        loss_sum, count = collectives.all_reduce(totals, self.mesh.dp_group).tolist()
+        loss_sum, count = collectives.all_reduce(totals, self.mesh.group("dp")).tolist()
         bits_per_byte = loss_sum / math.log(2) / self.tokens["val"].n_bytes
         return {"val_loss": loss_sum / count, "val_bits_per_byte": bits_per_byte}
 
@@ -152,7 +152,7 @@ class Trainer:
             checkpoint.state_tensors(self.model, self.optimizer),
             {"fingerprint": self.fingerprint(), "config": self.config.to_dict()},
             keep=self.config.train.keep_checkpoints,
-            group=self.mesh.dp_group,
+            group=self.mesh.group("dp"),
         )
         self.steps_saved = self.steps_done
 
@@ -164,9 +164,9 @@ class Trainer:
         """
         # One rank looks and all follow, so that no two ranks can go on from different steps.
         chosen: tuple[Any, list[str]] = (None, [])
-        if self.mesh.dp_rank == 0:
+        if self.mesh.rank("dp") == 0:
             chosen = checkpoint.latest(self.checkpoints, self.fingerprint())
-        found, refused = collectives.all_gather_object(chosen, self.mesh.dp_group)[0]
+        found, refused = collectives.all_gather_object(chosen, self.mesh.group("dp"))[0]
         if found is None:
             reasons = "".join(f"\n  {reason}" for reason in refused) or " it is empty"
             raise checkpoint.CheckpointError(f"nothing to resume from in {self.checkpoints}:{reasons}")
@@ -208,7 +208,7 @@ class Trainer:
     def agree(self, my_n_tokens: int, stop: bool) -> tuple[int, bool]:
         """Over all ranks, in one message: how many labels count, and whether any rank was told to stop."""
         totals = torch.tensor([my_n_tokens, int(stop)], dtype=torch.float64, device=self.device)
-        n_tokens, stops = collectives.all_reduce(totals, self.mesh.dp_group).tolist()
+        n_tokens, stops = collectives.all_reduce(totals, self.mesh.group("dp")).tolist()
         return int(n_tokens), stops > 0
 
 

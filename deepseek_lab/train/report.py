@@ -44,7 +44,7 @@ class Reporter:
         trainer, model, train = self.trainer, self.trainer.model, self.trainer.config.train
         self.console.print(
             f"{model.num_parameters():,} parameters, {trainer.flops_per_token / 1e6:,.1f} MFLOPs a token; "
-            f"{trainer.mesh.dp_size} data-parallel ranks on {trainer.device.type}, {trainer.config.precision}, "
+            f"{trainer.mesh.size('dp')} data-parallel ranks on {trainer.device.type}, {trainer.config.precision}, "
             f"peak {trainer.peak_flops_per_s / 1e9:,.0f} GFLOP/s; steps {trainer.steps_done} to {train.steps}, "
             f"{train.global_batch_size} x {trainer.config.data.seq_len} tokens each",
             highlight=False,
@@ -95,7 +95,7 @@ class Reporter:
             "parameters": trainer.model.num_parameters(),
             "flops_per_token": trainer.flops_per_token,
             "peak_flops_per_s": trainer.peak_flops_per_s,
-            "ranks": {"dp": trainer.mesh.dp_size},
+            "ranks": {"dp": trainer.mesh.size("dp")},
             "mine": self.mine,
             "samples": samples,
         }

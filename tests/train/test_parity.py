@@ -48,7 +48,7 @@ def train(config, out):
     collectives.set_algorithm(config.parallel.collectives)
     mesh = build_mesh(config.parallel, "cpu")
     trainer = Trainer(config, {}, mesh, torch.device("cpu"), out)
-    mine = rank_slice(7, mesh.dp_rank, mesh.dp_size)
+    mine = rank_slice(7, mesh.rank("dp"), mesh.size("dp"))
     lines, gradients = [], {}
     for step in range(STEPS):
         whole = global_batch(step)
@@ -92,15 +92,14 @@ def mean_of_means(loss_sum, n_tokens, group=None):
     return collectives.all_reduce(local, group)[0] / collectives.size_of(group)
 
 
-def forget_to_add_up(parameters, group=None):
+def forget_to_add_up(gradients, group=None):
     pass
 
 
-def average_instead(parameters, group=None):
-    parameters = list(parameters)
-    own(parameters, group)
-    for parameter in parameters:
-        parameter.grad /= collectives.size_of(group)
+def average_instead(gradients, group=None):
+    own(gradients, group)
+    for gradient in gradients:
+        gradient /= collectives.size_of(group)
 
 
 own = data_parallel.all_reduce_gradients
