@@ -4,12 +4,13 @@ Collectives are made of messages.  The ring algorithms below build them from one
 one rank while receiving from another), as bandwidth-optimal all-reduce does (Patarasuk and Yuan, "Bandwidth
 optimal all-reduce algorithms", JPDC 2009).  By default the process group's own collectives do the work;
 `set_algorithm("ring")` puts ours in their place.  `copy_to_group` and `reduce_from_group` are the f and g of
-Megatron-LM (arXiv 1909.08053, section 3).
+Megatron-LM (arXiv 1909.08053, section 3), `gather_sequence` and `scatter_sequence` their twins for activations that
+are split along the sequence (arXiv 2205.05198, section 4.2.2: g and its conjugate).
 
 `group=None` is the whole world.  Ranks are numbered within the group.  Without torch.distributed, or with one
 rank, every function does what one rank alone would see, and records nothing.
 
-Shapes: R ranks of the group, N rows, C elements of a chunk.
+Shapes: R ranks of the group, N rows, C elements of a chunk; B batch, T tokens (t: this rank's T/R), D width.
 """
 
 import contextlib
@@ -27,9 +28,12 @@ from .meter import Event, Link, Trace, record
 __all__ = [
     "CopyToGroup",
     "Event",
+    "GatherLastDim",
+    "GatherSequence",
     "Link",
     "Pending",
     "ReduceFromGroup",
+    "ScatterSequence",
     "Trace",
     "algorithm",
     "all_gather",
@@ -40,6 +44,8 @@ __all__ = [
     "broadcast",
     "copy_to_group",
     "exchange",
+    "gather_last_dim",
+    "gather_sequence",
     "pairwise_all_to_all",
     "rank_in",
     "ranks_of",
@@ -50,6 +56,7 @@ __all__ = [
     "ring_all_gather",
     "ring_all_reduce",
     "ring_reduce_scatter",
+    "scatter_sequence",
     "send",
     "set_algorithm",
     "size_of",
@@ -165,6 +172,68 @@ class ReduceFromGroup(torch.autograd.Function):
         return grad, None
 
 
+class GatherSequence(torch.autograd.Function):
+    """The ranks' pieces of the sequence put together in forward, a reduce-scatter in backward.
+
+    It stands where f does, when activations are split along the sequence: each rank finds its part of the gradient of
+    the whole sequence; the parts are added, and each rank keeps the sum for its own piece.
+    """
+
+    @staticmethod
+    def forward(ctx, x_BtD, group):
+        ctx.group = group
+        return _gather_dim_1(x_BtD, group)
+
+    @staticmethod
+    def backward(ctx, grad_BTD):
+        return _reduce_scatter_dim_1(grad_BTD, ctx.group), None
+
+
+class ScatterSequence(torch.autograd.Function):
+    """A reduce-scatter over the sequence in forward, the pieces put together in backward.
+
+    It stands where g does: the ranks' partial results are added, and each rank keeps its own piece of the sequence.
+    """
+
+    @staticmethod
+    def forward(ctx, x_BTD, group):
+        ctx.group = group
+        return _reduce_scatter_dim_1(x_BTD, group)
+
+    @staticmethod
+    def backward(ctx, grad_BtD):
+        return _gather_dim_1(grad_BtD, ctx.group), None
+
+
+class GatherLastDim(torch.autograd.Function):
+    """The ranks' slices of the last dim side by side in forward; backward takes this rank's slice of the gradient.
+
+    For a result that every rank goes on to use in the same way, such as the logits of the whole vocabulary.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_gather(x[None], group).movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.chunk(size_of(ctx.group), dim=-1)[rank_in(ctx.group)], None
+
+
+def _gather_dim_1(x_BtD, group):
+    return all_gather(x_BtD[None], group).transpose(0, 1).flatten(1, 2)
+
+
+def _reduce_scatter_dim_1(x_BTD, group):
+    n_ranks, length = size_of(group), x_BTD.shape[1]
+    if length % n_ranks:
+        raise ValueError(
+            f"{n_ranks} ranks cannot share a sequence of {length} tokens; use a length that {n_ranks} divides"
+        )
+    return reduce_scatter(x_BTD.unflatten(1, (n_ranks, -1)).transpose(0, 1), group)[0]
+
+
 def copy_to_group(x, group=None):
     """f: return `x`; in backward sum its gradient over `group` (see CopyToGroup)."""
     return CopyToGroup.apply(x, group)
@@ -173,6 +242,24 @@ def copy_to_group(x, group=None):
 def reduce_from_group(x, group=None):
     """g: return the sum of `x` over `group`; in backward pass the gradient through (see ReduceFromGroup)."""
     return ReduceFromGroup.apply(x, group)
+
+
+def gather_sequence(x_BtD, group=None):
+    """Join the ranks' pieces (B, T/R, D) to (B, T, D); in backward sum and split the gradient (see GatherSequence)."""
+    return GatherSequence.apply(x_BtD, group)
+
+
+def scatter_sequence(x_BTD, group=None):
+    """Sum (B, T, D) over `group` and keep this rank's piece (B, T/R, D); in backward join (see ScatterSequence).
+
+    Raises ValueError when the ranks do not divide T.
+    """
+    return ScatterSequence.apply(x_BTD, group)
+
+
+def gather_last_dim(x, group=None):
+    """Join the ranks' slices of the last dim; in backward keep this rank's slice (see GatherLastDim)."""
+    return GatherLastDim.apply(x, group)
 
 
 # --- the collectives that the package calls -----------------------------------------------------------------
