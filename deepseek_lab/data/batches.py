@@ -7,7 +7,7 @@ number of ranks moves rows between them and never changes what the step learns f
 Shapes: B rows of this rank, T tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -32,6 +32,32 @@ class Batch:
     labels: Tensor
     doc_ids: Tensor
 
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def split(self, size: int) -> Iterator["Batch"]:
+        """Consecutive parts of `size` rows; the last may have fewer."""
+        for start in range(0, len(self), size):
+            rows = slice(start, start + size)
+            yield Batch(self.input_ids[rows], self.labels[rows], self.doc_ids[rows])
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.input_ids.to(device), self.labels.to(device), self.doc_ids.to(device))
+
+
+def fill_up(parts: Iterable[Batch], n: int, seq_len: int) -> Iterator[Batch]:
+    """The batches in `parts`, then single rows in which nothing counts, until there are `n`.
+
+    In a pass ranks may need each other, to gather weights or to add up a layer, so all must make equally many.
+    """
+    count = 0
+    for part in parts:
+        yield part
+        count += 1
+    ids = torch.zeros(1, seq_len, dtype=torch.int64)
+    for _ in range(n - count):
+        yield Batch(ids, torch.full_like(ids, IGNORE), ids.int())
+
 
 def rank_slice(n: int, rank: int, size: int) -> slice:
     """The part of n rows that is `rank`'s of `size`: contiguous, in rank order, sizes differing by at most one."""
@@ -41,7 +67,7 @@ def rank_slice(n: int, rank: int, size: int) -> slice:
 
 
 def rows_per_epoch(tokens: TokenFile, seq_len: int) -> int:
-    """How many rows of `seq_len` tokens hold every token once as a label; the last row may be padded.
+    """`rows_of` a stream that is long enough to train on.
 
     Raises ValueError when the stream is shorter than one sequence.
     """
@@ -50,7 +76,7 @@ def rows_per_epoch(tokens: TokenFile, seq_len: int) -> int:
             f"the corpus has {tokens.n_tokens} tokens, but one sequence of seq_len={seq_len} needs {seq_len + 1}; "
             f"give more text, or a seq_len of at most {max(tokens.n_tokens - 1, 0)}"
         )
-    return _n_rows(tokens, seq_len)
+    return rows_of(tokens, seq_len)
 
 
 def train_batch(
@@ -71,14 +97,15 @@ def train_batch(
 def val_batches(tokens: TokenFile, *, seq_len: int, batch_size: int, rank: int = 0, size: int = 1) -> Iterator[Batch]:
     """This rank's validation batches, in order: over all ranks every token is a label exactly once.
 
-    Ranks may get different numbers of batches, or none: add up losses and counts first, communicate after the loop.
+    Ranks may get different numbers of batches, or none; see `fill_up`.
     """
-    mine = rank_slice(_n_rows(tokens, seq_len), rank, size)
+    mine = rank_slice(rows_of(tokens, seq_len), rank, size)
     for start in range(mine.start, mine.stop, batch_size):
         yield _gather(tokens, range(start, min(start + batch_size, mine.stop)), seq_len)
 
 
-def _n_rows(tokens: TokenFile, seq_len: int) -> int:
+def rows_of(tokens: TokenFile, seq_len: int) -> int:
+    """How many rows of `seq_len` tokens hold every token once as a label; the last row may be padded."""
     return -(-(tokens.n_tokens - 1) // seq_len)
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "algorithm",
     "all_gather",
     "all_gather_object",
+    "all_gather_sequence",
     "all_reduce",
     "all_to_all",
     "barrier",
@@ -53,6 +54,7 @@ __all__ = [
     "recv",
     "reduce_from_group",
     "reduce_scatter",
+    "reduce_scatter_sequence",
     "ring_all_gather",
     "ring_all_reduce",
     "ring_reduce_scatter",
@@ -182,11 +184,11 @@ class GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BtD, group):
         ctx.group = group
-        return _gather_dim_1(x_BtD, group)
+        return all_gather_sequence(x_BtD, group)
 
     @staticmethod
     def backward(ctx, grad_BTD):
-        return _reduce_scatter_dim_1(grad_BTD, ctx.group), None
+        return reduce_scatter_sequence(grad_BTD, ctx.group), None
 
 
 class ScatterSequence(torch.autograd.Function):
@@ -198,11 +200,11 @@ class ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BTD, group):
         ctx.group = group
-        return _reduce_scatter_dim_1(x_BTD, group)
+        return reduce_scatter_sequence(x_BTD, group)
 
     @staticmethod
     def backward(ctx, grad_BtD):
-        return _gather_dim_1(grad_BtD, ctx.group), None
+        return all_gather_sequence(grad_BtD, ctx.group), None
 
 
 class GatherLastDim(torch.autograd.Function):
@@ -219,19 +221,6 @@ class GatherLastDim(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad.chunk(size_of(ctx.group), dim=-1)[rank_in(ctx.group)], None
-
-
-def _gather_dim_1(x_BtD, group):
-    return all_gather(x_BtD[None], group).transpose(0, 1).flatten(1, 2)
-
-
-def _reduce_scatter_dim_1(x_BTD, group):
-    n_ranks, length = size_of(group), x_BTD.shape[1]
-    if length % n_ranks:
-        raise ValueError(
-            f"{n_ranks} ranks cannot share a sequence of {length} tokens; use a length that {n_ranks} divides"
-        )
-    return reduce_scatter(x_BTD.unflatten(1, (n_ranks, -1)).transpose(0, 1), group)[0]
 
 
 def copy_to_group(x, group=None):
@@ -316,6 +305,24 @@ def reduce_scatter(x, group=None):
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(my_sum, x, group=group)
         return my_sum
+
+
+def all_gather_sequence(x_BtD, group=None):
+    """Join the ranks' pieces of a sequence in rank order: (B, T/R, D) -> (B, T, D)."""
+    return all_gather(x_BtD[None], group).transpose(0, 1).flatten(1, 2)
+
+
+def reduce_scatter_sequence(x_BTD, group=None):
+    """Sum `x_BTD` over the ranks and keep this rank's piece of the sequence: (B, T, D) -> (B, T/R, D).
+
+    Raises ValueError when the ranks do not divide T.
+    """
+    n_ranks, length = size_of(group), x_BTD.shape[1]
+    if length % n_ranks:
+        raise ValueError(
+            f"{n_ranks} ranks cannot share a sequence of {length} tokens; use a length that {n_ranks} divides"
+        )
+    return reduce_scatter(x_BTD.unflatten(1, (n_ranks, -1)).transpose(0, 1), group)[0]
 
 
 def all_to_all(x, send_counts, recv_counts, group=None):

@@ -1,16 +1,21 @@
 """Checkpoints that are complete or absent.
 
-A checkpoint is a folder `step-0000100` of safetensors shards, one written by each rank, and an `index.json` with the
-size and digest of each.  It is written under another name, flushed, and renamed when every rank is done, so that a
-crash leaves the ones before it untouched.  Reading verifies all digests, and falls back to the newest good one.
+A checkpoint is a folder `step-0000100` of safetensors shards, one written by each rank, and an `index.json`: the size
+and digest of each file, and which parts of which tensor it holds.  The parts are those of the layout that wrote them;
+reading puts them together again one tensor at a time, so that any other layout can go on.  The folder is written under
+another name, flushed, and renamed when every rank is done, so that a crash leaves the ones before it untouched.
+Reading verifies all digests, and falls back to the newest good one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +27,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deepseek_lab.parallel import collectives
+from deepseek_lab.parallel.engine import Engine
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "index.json"
 
 
@@ -32,35 +38,84 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one rank holds of the tensor `key`: numbers `start` to `stop` of slice `slice` of `slices`, flattened.
+
+    The slices are equal and lie along `dim` of a tensor of `shape`; with one slice it is the whole.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    tensor: Tensor
+    start: int
+    stop: int
+    dim: int | None = None
+    slice: int = 0
+    slices: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.key}/{self.slice}/{self.start}"
+
+    def facts(self, file: str) -> dict[str, Any]:
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "tensor"}
+        return found | {"file": file, "name": self.name}
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: the optimizer steps done, and what was saved about the run."""
+    """A verified checkpoint: the optimizer steps done, what was saved about the run, and where its tensors are."""
 
     folder: Path
     step: int
     meta: dict[str, Any]
-    files: tuple[str, ...]
+    parts: dict[str, list[dict[str, Any]]]
+
+    def tensor(self, key: str) -> Tensor:
+        """One tensor, whole, whatever layout wrote it.
+
+        Raises:
+            CheckpointError: when there is no such tensor, or parts of it are missing.
+        """
+        if key not in self.parts:
+            raise CheckpointError(f"{self.folder.name}: there is no {key}")
+        first = self.parts[key][0]
+        shape, dim, slices = list(first["shape"]), first["dim"], first["slices"]
+        if dim is not None:
+            shape[dim] //= slices
+        flat: list[Tensor | None] = [None] * slices
+        missing = slices * math.prod(shape)
+        for part in self.parts[key]:
+            with safe_open(self.folder / part["file"], framework="pt") as reader:
+                read = reader.get_tensor(part["name"])
+            target = flat[part["slice"]]
+            if target is None:
+                target = flat[part["slice"]] = read.new_empty(math.prod(shape))
+            target[part["start"] : part["stop"]] = read
+            missing -= len(read)
+        if missing:
+            raise CheckpointError(f"{self.folder.name}: {missing} numbers of {key} are missing")
+        pieces = [piece.view(shape) for piece in flat if piece is not None]
+        return pieces[0] if dim is None else torch.cat(pieces, dim)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor, from all shards."""
-        found: dict[str, Tensor] = {}
-        for file in self.files:
-            with safe_open(self.folder / file, framework="pt") as reader:
-                found |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
-        return found
+        """Every tensor, whole."""
+        return {key: self.tensor(key) for key in self.parts}
 
 
 def save(
     root: Path,
     step: int,
-    tensors: dict[str, Tensor],
+    parts: Iterable[Part],
     meta: dict[str, Any],
     *,
     keep: int,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write `tensors`, the same on every rank of `group`, as `root/step-…`, each rank its share; keep the last `keep`.
+    """Write the `parts` that this rank holds, with those of all other ranks of `group`, as `root/step-…`.
 
     Collective: every rank must call it, and none returns before the checkpoint has its final name.
+    The last `keep` stay.
     """
     rank, size = collectives.rank_in(group), collectives.size_of(group)
     final = root / f"step-{step:07d}"
@@ -72,13 +127,14 @@ def save(
         partial.mkdir()
     collectives.barrier(group)
     shard = f"shard-{rank:05d}-of-{size:05d}.safetensors"
-    names = sorted(tensors)[rank::size]
-    save_file({name: tensors[name].detach().cpu().contiguous() for name in names}, partial / shard)
+    mine = list(parts)
+    save_file({part.name: part.tensor.detach().cpu().contiguous() for part in mine}, partial / shard)
     _flush(partial / shard)
     facts = {"name": shard, "bytes": (partial / shard).stat().st_size, "sha256": _digest(partial / shard)}
-    every = collectives.all_gather_object(facts, group)
+    every = collectives.all_gather_object((facts, [part.facts(shard) for part in mine]), group)
     if rank == 0:
-        index = {"format": FORMAT, "step": step, "meta": meta, "files": every}
+        index = {"format": FORMAT, "step": step, "meta": meta, "files": [file for file, _ in every]}
+        index["parts"] = [part for _, theirs in every for part in theirs]
         (partial / INDEX).write_text(json.dumps(index, indent=1))
         _flush(partial / INDEX)
         if final.exists():  # it was refused, and the run came here again from an older one
@@ -102,6 +158,9 @@ def verify(folder: Path) -> Checkpoint:
         if index["format"] != FORMAT:
             raise CheckpointError(f"{folder.name}: format {index['format']}, this version reads {FORMAT}")
         step, meta, files = index["step"], index["meta"], index["files"]
+        parts: dict[str, list[dict[str, Any]]] = {}
+        for part in index["parts"]:
+            parts.setdefault(part["key"], []).append(part)
         for file in files:
             path = folder / file["name"]
             if not path.is_file():
@@ -116,7 +175,7 @@ def verify(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder.name}: no {INDEX}: not a checkpoint of this trainer") from None
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder.name}: {INDEX} cannot be read ({error})") from None
-    return Checkpoint(folder, step, meta, tuple(file["name"] for file in files))
+    return Checkpoint(folder, step, meta, parts)
 
 
 def latest(root: Path, fingerprint: dict[str, Any] | None = None) -> tuple[Checkpoint | None, list[str]]:
@@ -164,47 +223,63 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def state_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights as `model.NAME`, optimizer state as `optim.NAME.KEY`."""
-    tensors = {f"model.{name}": tensor for name, tensor in _unique_state(model).items()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optim.{name}.{key}"] = value
-    return tensors
+def state_parts(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Part]:
+    """What this rank writes: parts of weights as `model.NAME`, of optimizer state as `optim.NAME.KEY`."""
+    for kind in ("model", *_state_kinds(optimizer)):
+        for piece, part in engine.shards(kind, optimizer):
+            key = f"model.{piece.name}" if kind == "model" else f"optim.{piece.name}.{kind}"
+            layout = engine.layouts[piece.name]
+            where = (layout.dim, engine.mesh.rank("tp"), engine.mesh.size("tp")) if layout.dim is not None else ()
+            yield Part(key, tuple(layout.full_shape), part, piece.start, piece.stop, *where)
+    if engine.mesh.rank("world") == 0:
+        for name, buffer in _buffers(engine.model).items():
+            yield Part(f"model.{name}", tuple(buffer.shape), buffer.flatten(), 0, buffer.numel())
 
 
-def load_state(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's weights and optimizer state in place.
+def load_state(checkpoint: Checkpoint, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's weights and optimizer state in place, each rank its part, one tensor after the other.
 
     Raises:
         CheckpointError: when it lacks a tensor or has one too many, or a shape differs.
     """
-    tensors = checkpoint.tensors()
-    load_weights(tensors, model)
-    used = {f"model.{name}" for name in _unique_state(model)}
-    for name, parameter in model.named_parameters():
-        prefix = f"optim.{name}."
-        mine = {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        if mine:
-            optimizer.state[parameter] = {k.removeprefix(prefix): v.to(parameter.device) for k, v in mine.items()}
-        used |= mine.keys()
-    if unused := sorted(tensors.keys() - used):
-        raise CheckpointError(f"{checkpoint.folder.name}: the model has no place for {unused[0]}")
+    buffers = _buffers(engine.model)
+    for key in checkpoint.parts:
+        kind, name = key.split(".", 1)
+        if kind == "optim":
+            name, kind = name.rsplit(".", 1)
+        whole = checkpoint.tensor(key)
+        if name in buffers and kind == "model":
+            buffers.pop(name).copy_(whole)
+        elif name not in engine.layouts:
+            raise CheckpointError(f"{checkpoint.folder.name}: the model has no place for {key}")
+        else:
+            try:
+                engine.assign(kind, name, whole, optimizer)
+            except ValueError as error:
+                raise CheckpointError(f"{checkpoint.folder.name}: {error}") from None
+    for name in [*engine.layouts, *buffers]:
+        if f"model.{name}" not in checkpoint.parts:
+            raise CheckpointError(f"{checkpoint.folder.name}: there is no {name}")
+    for state in optimizer.state.values():
+        state["step"] = torch.tensor(float(checkpoint.step))
+
+
+def _state_kinds(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names under which the optimizer keeps a tensor as large as the parameter itself."""
+    return sorted({key for state in optimizer.state.values() for key in state if key != "step"})
+
+
+def _buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
 
 
 @torch.no_grad()
 def load_weights(tensors: dict[str, Tensor], model: torch.nn.Module) -> None:
     """Copy the tensors named `model.…` into `model`; raises CheckpointError for one that is missing or misshapen."""
-    for name, target in _unique_state(model).items():
+    targets = dict(model.named_parameters()) | _buffers(model)
+    for name, target in targets.items():
         saved = tensors.get(f"model.{name}")
         if saved is None or saved.shape != target.shape:
             raise CheckpointError(f"the checkpoint has no {name} of shape {tuple(target.shape)}")
         target.copy_(saved)
-
-
-def _unique_state(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The state dict with tied weights once, under the name that `named_parameters` gives them."""
-    tied = {id(p) for _, p in model.named_parameters()}
-    names = {name for name, _ in model.named_parameters()}
-    state = model.state_dict(keep_vars=True)
-    return {name: tensor.detach() for name, tensor in state.items() if name in names or id(tensor) not in tied}

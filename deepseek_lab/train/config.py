@@ -21,7 +21,8 @@ import yaml
 from deepseek_lab.model import DeepSeekConfig
 from deepseek_lab.parallel.config import ParallelConfig
 
-PRECISIONS = ("fp32", "bf16", "fp64")
+PRECISIONS = ("fp32", "bf16", "mixed", "fp64")
+ENGINES = ("lab", "torch")
 OPTIMIZERS = ("adamw", "sgd")
 
 
@@ -108,7 +109,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a run.  `precision` is fp32, bf16 (autocast over fp32 weights) or fp64 (to compare)."""
+    """Everything that decides a run.
+
+    `precision`: "fp32"; "bf16", autocast over fp32 weights; "mixed", bf16 weights and gradients with fp32 master
+    weights and optimizer state; "fp64", to compare layouts.  `engine`: "lab", the parts that this course builds, or
+    "torch", the production ones of PyTorch (FSDP2, DTensor).
+    """
 
     model: DeepSeekConfig = field(default_factory=DeepSeekConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -116,9 +122,12 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: str = "fp32"
+    engine: str = "lab"
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
+        _one_of("engine", self.engine, ENGINES)
+        self.parallel.check_model(self.model, self.data.seq_len)
         if self.data.seq_len > self.model.max_position_embeddings:
             raise ConfigError(
                 f"data.seq_len={self.data.seq_len} is more than "

@@ -20,8 +20,9 @@ import torch
 from deepseek_lab.data import batches
 from deepseek_lab.data.batches import Batch
 from deepseek_lab.data.tokens import TokenFile
-from deepseek_lab.model import DeepSeekModel
+from deepseek_lab.model import DeepSeekModel, moe
 from deepseek_lab.parallel import collectives, data_parallel
+from deepseek_lab.parallel.engine import Engine, parallelize
 from deepseek_lab.parallel.mesh import Mesh
 from deepseek_lab.plan import flops
 from deepseek_lab.train import checkpoint, metrics, optim, schedule
@@ -39,15 +40,17 @@ class Trainer:
     def __init__(self, config: RunConfig, tokens: Mapping[Any, TokenFile], mesh: Mesh, device: torch.device, out: Path):
         self.config, self.tokens, self.mesh, self.device = config, tokens, mesh, device
         self.checkpoints = out / "checkpoints"
-        dtype = torch.float64 if config.precision == "fp64" else torch.float32
-        self.model = DeepSeekModel(config.model, seed=config.train.seed).to(self.device, dtype)
-        self.optimizer = optim.build_optimizer(self.model, config.optim)
+        self.engine = build_engine(config, mesh, device)
+        self.model = self.engine.model
+        self.optimizer = optim.build_optimizer(*self.engine.optimizer_tensors(), config.optim)
         self.steps_done, self.steps_saved = 0, -1
         self.interrupted = False
+        with torch.device("meta"):
+            self.n_parameters = DeepSeekModel(config.model).num_parameters()
         self.flops_per_token = flops.flops_per_token(config.model, config.data.seq_len)
-        collectives.barrier(mesh.group("dp"))
+        collectives.barrier(mesh.group("world"))
         peak = torch.tensor([metrics.peak_flops_per_s(self.device, config.precision)], device=self.device)
-        self.peak_flops_per_s = collectives.all_reduce(peak, mesh.group("dp")).item()
+        self.peak_flops_per_s = collectives.all_reduce(peak, mesh.group("world")).item()
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -65,7 +68,7 @@ class Trainer:
 
     def step(self, batch: Batch, n_tokens: int) -> dict[str, float]:
         """Learn from this rank's `batch`, of a global batch in which `n_tokens` labels count."""
-        config, group = self.config, self.mesh.group("dp")
+        config, engine, group = self.config, self.engine, self.mesh.group("dp")
         lr = schedule.warmup_cosine(
             self.steps_done,
             peak=config.optim.lr,
@@ -74,11 +77,12 @@ class Trainer:
             total_steps=config.train.steps,
         )
         optim.set_learning_rate(self.optimizer, lr)
-        self.optimizer.zero_grad(set_to_none=True)
+        engine.zero_grad()
         my_loss_sum, my_n_tokens = self.backward(batch, n_tokens)
-        data_parallel.all_reduce_gradients([p.grad for p in self.model.parameters() if p.grad is not None], group)
-        grad_norm = optim.clip_gradients(self.model, config.optim.clip_norm)
+        engine.finish_backward()
+        grad_norm = optim.clip_gradients(engine, config.optim.clip_norm)
         self.optimizer.step()
+        engine.after_step()
         optim.balance_experts(self.model, config.train.router_bias_rate, group)
         self.steps_done += 1
         loss = data_parallel.global_token_mean(my_loss_sum, my_n_tokens, group)
@@ -89,20 +93,23 @@ class Trainer:
         self.model.train()
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         count = torch.zeros((), device=self.device, dtype=torch.int64)
-        for micro in self.micro_batches(batch):
-            micro_loss_sum, micro_count = self.loss_sum(micro, self.config.train.label_smoothing)
-            (micro_loss_sum / n_tokens).backward()
+        size, passes = self.config.train.micro_batch_size, self.passes(self.config.train.global_batch_size)
+        for n, micro in enumerate(batches.fill_up(batch.split(size), passes, self.config.data.seq_len), start=1):
+            uncounted = moe.not_counting() if (n - 1) * size >= len(batch) else contextlib.nullcontext()
+            with uncounted, self.engine.micro_batch(last=n == passes):
+                micro_loss_sum, micro_count = self.loss_sum(micro, self.config.train.label_smoothing)
+                (micro_loss_sum / n_tokens).backward()
             loss_sum += micro_loss_sum.detach()
             count += micro_count
         return loss_sum, count
 
-    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        size = self.config.train.micro_batch_size
-        parts = (batch.input_ids.split(size), batch.labels.split(size), batch.doc_ids.split(size))
-        for input_ids, labels, doc_ids in zip(*parts, strict=True):
-            yield Batch(input_ids.to(self.device), labels.to(self.device), doc_ids.to(self.device))
+    def passes(self, n_rows: int) -> int:
+        """In how many passes every rank has taken its share of `n_rows`: as many as the largest share needs."""
+        share = math.ceil(n_rows / self.mesh.size("dp"))
+        return math.ceil(share / self.config.train.micro_batch_size)
 
     def loss_sum(self, batch: Batch, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = batch.to(self.device)
         doc_ids = batch.doc_ids if self.config.data.document_mask else None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
             return self.model.loss_sum(batch.input_ids, batch.labels, doc_ids, label_smoothing)
@@ -114,17 +121,14 @@ class Trainer:
         """Mean loss and bits per byte over the whole validation text, end-of-text tokens paid for."""
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in batches.val_batches(
-            self.tokens["val"],
-            seq_len=self.config.data.seq_len,
-            batch_size=self.config.train.micro_batch_size,
-            rank=self.mesh.rank("dp"),
-            size=self.mesh.size("dp"),
-        ):
-            for micro in self.micro_batches(batch):
-                totals += torch.stack([part.double() for part in self.loss_sum(micro)])
+        tokens, seq_len, size = self.tokens["val"], self.config.data.seq_len, self.config.train.micro_batch_size
+        parts = batches.val_batches(
+            tokens, seq_len=seq_len, batch_size=size, rank=self.mesh.rank("dp"), size=self.mesh.size("dp")
+        )
+        for batch in batches.fill_up(parts, self.passes(batches.rows_of(tokens, seq_len)), seq_len):
+            totals += torch.stack([part.double() for part in self.loss_sum(batch)])
         loss_sum, count = collectives.all_reduce(totals, self.mesh.group("dp")).tolist()
-        bits_per_byte = loss_sum / math.log(2) / self.tokens["val"].n_bytes
+        bits_per_byte = loss_sum / math.log(2) / tokens.n_bytes
         return {"val_loss": loss_sum / count, "val_bits_per_byte": bits_per_byte}
 
     def fingerprint(self) -> dict[str, Any]:
@@ -149,10 +153,10 @@ class Trainer:
         checkpoint.save(
             self.checkpoints,
             self.steps_done,
-            checkpoint.state_tensors(self.model, self.optimizer),
+            checkpoint.state_parts(self.engine, self.optimizer),
             {"fingerprint": self.fingerprint(), "config": self.config.to_dict()},
             keep=self.config.train.keep_checkpoints,
-            group=self.mesh.group("dp"),
+            group=self.mesh.group("world"),
         )
         self.steps_saved = self.steps_done
 
@@ -164,13 +168,13 @@ class Trainer:
         """
         # One rank looks and all follow, so that no two ranks can go on from different steps.
         chosen: tuple[Any, list[str]] = (None, [])
-        if self.mesh.rank("dp") == 0:
+        if self.mesh.rank("world") == 0:
             chosen = checkpoint.latest(self.checkpoints, self.fingerprint())
-        found, refused = collectives.all_gather_object(chosen, self.mesh.group("dp"))[0]
+        found, refused = collectives.all_gather_object(chosen, self.mesh.group("world"))[0]
         if found is None:
             reasons = "".join(f"\n  {reason}" for reason in refused) or " it is empty"
             raise checkpoint.CheckpointError(f"nothing to resume from in {self.checkpoints}:{reasons}")
-        checkpoint.load_state(found, self.model, self.optimizer)
+        checkpoint.load_state(found, self.engine, self.optimizer)
         self.steps_done = self.steps_saved = found.step
         return refused
 
@@ -207,9 +211,30 @@ class Trainer:
 
     def agree(self, my_n_tokens: int, stop: bool) -> tuple[int, bool]:
         """Over all ranks, in one message: how many labels count, and whether any rank was told to stop."""
-        totals = torch.tensor([my_n_tokens, int(stop)], dtype=torch.float64, device=self.device)
-        n_tokens, stops = collectives.all_reduce(totals, self.mesh.group("dp")).tolist()
+        mine = my_n_tokens if self.mesh.rank("tp") == 0 else 0  # the ranks of a tp group share one part of the batch
+        totals = torch.tensor([mine, int(stop)], dtype=torch.float64, device=self.device)
+        n_tokens, stops = collectives.all_reduce(totals, self.mesh.group("world")).tolist()
         return int(n_tokens), stops > 0
+
+
+def build_engine(config: RunConfig, mesh: Mesh, device: torch.device) -> Engine:
+    """The model spread over the ranks, by the engine and in the precision that `config` names."""
+    dtype = {"fp64": torch.float64, "mixed": torch.bfloat16}.get(config.precision, torch.float32)
+    master_dtype = torch.float32 if config.precision == "mixed" else None
+    build: Any = parallelize
+    if config.engine == "torch":
+        from deepseek_lab.parallel import torch_engine
+
+        build = torch_engine.parallelize
+    return build(
+        config.model,
+        mesh,
+        config.parallel,
+        seed=config.train.seed,
+        dtype=dtype,
+        master_dtype=master_dtype,
+        device=device,
+    )
 
 
 def _due(every: int, step: int) -> bool:

@@ -8,16 +8,15 @@ from torch import Tensor
 
 from deepseek_lab.model import DeepSeekModel
 from deepseek_lab.parallel import collectives
+from deepseek_lab.parallel.engine import Engine
 from deepseek_lab.train.config import OptimConfig
 
 
-def build_optimizer(model: DeepSeekModel, config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(matrices: list[Tensor], vectors: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with weight decay on matrices only, or plain SGD.
 
     Norm weights, the only vectors, keep their size: decaying a scale towards zero shrinks the signal, not the function.
     """
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -32,17 +31,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-@torch.no_grad()
-def clip_gradients(model: DeepSeekModel, max_norm: float) -> Tensor:
+def clip_gradients(engine: Engine, max_norm: float) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm` (0: leave them), and return the norm before.
 
     The norm is over every parameter once, of gradients already added up over the ranks, so that all ranks see the same.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+    norm = engine.grad_norm()
     if max_norm:
-        scale = (max_norm / norm).clamp(max=1.0)
-        torch._foreach_mul_(gradients, scale)
+        engine.scale_gradients((max_norm / norm).clamp(max=1.0))
     return norm
 
 

@@ -41,16 +41,27 @@ class Reporter:
         self._announce()
 
     def _announce(self) -> None:
-        trainer, model, train = self.trainer, self.trainer.model, self.trainer.config.train
+        trainer, train = self.trainer, self.trainer.config.train
         self.console.print(
-            f"{model.num_parameters():,} parameters, {trainer.flops_per_token / 1e6:,.1f} MFLOPs a token; "
-            f"{trainer.mesh.size('dp')} data-parallel ranks on {trainer.device.type}, {trainer.config.precision}, "
+            f"{trainer.n_parameters:,} parameters, {trainer.flops_per_token / 1e6:,.1f} MFLOPs a token; "
+            f"{self._layout()} on {trainer.device.type}, {trainer.config.precision}, "
             f"peak {trainer.peak_flops_per_s / 1e9:,.0f} GFLOP/s; steps {trainer.steps_done} to {train.steps}, "
             f"{train.global_batch_size} x {trainer.config.data.seq_len} tokens each",
             highlight=False,
         )
         for path in self.mine:
             self.console.print(f"running your {path}", highlight=False)
+
+    def _layout(self) -> str:
+        parallel, mesh = self.trainer.config.parallel, self.trainer.mesh
+        parts = [
+            " x ".join(f"{axis} {mesh.size(axis)}" for axis in ("pp", "dp", "tp") if mesh.size(axis) > 1) or "1 rank"
+        ]
+        parts += [f"ZeRO-{parallel.zero_stage}"] if parallel.zero_stage else []
+        parts += ["sequence parallel"] if parallel.sequence_parallel else []
+        parts += [f"{parallel.recompute} recomputation"] if parallel.recompute != "none" else []
+        parts += [f"{parallel.compression} gradients"] if parallel.compression != "none" else []
+        return ", ".join(parts + (["engine torch"] if self.trainer.config.engine == "torch" else []))
 
     def follow(self, steps: Iterator[dict[str, float]]) -> None:
         """Write and show every step."""
@@ -92,10 +103,11 @@ class Reporter:
             "baselines_bits_per_byte": baselines,
             "tokens_per_s": statistics.median(line["tokens_per_s"] for line in lines) if lines else None,
             "mfu": statistics.median(line["mfu"] for line in lines) if lines else None,
-            "parameters": trainer.model.num_parameters(),
+            "parameters": trainer.n_parameters,
             "flops_per_token": trainer.flops_per_token,
             "peak_flops_per_s": trainer.peak_flops_per_s,
-            "ranks": {"dp": trainer.mesh.size("dp")},
+            "ranks": {axis: trainer.mesh.size(axis) for axis in ("dp", "tp", "pp", "ep")},
+            "state_bytes": trainer.engine.state_bytes(trainer.optimizer),
             "mine": self.mine,
             "samples": samples,
         }

@@ -41,6 +41,7 @@ def run(config: RunConfig, out: Path, *, resume: bool = False, mine: bool = Fals
             raise ValueError(f"{out} already holds a run; add --resume to go on with it, or give another --out")
         learners = slots.load_mine() if mine else {}
         slots.fill(learners)
+        config.parallel.check(int(os.environ.get("WORLD_SIZE", "1")))
         accelerator = start(out)
         corpus = load_corpus(config.data.source)
         tokenizer = load_tokenizer(config.data.tokenizer)
@@ -59,13 +60,16 @@ def run(config: RunConfig, out: Path, *, resume: bool = False, mine: bool = Fals
             return refuse(error)
         for reason in refused if accelerator.is_main_process else []:
             print(f"passed over {reason}")
+    reporter = None
     if accelerator.is_main_process:
         reporter = Reporter(trainer, accelerator, out, mine=sorted(learners))
         reporter.follow(trainer.fit())
-        reporter.finish(baselines(corpus, tokens), samples(trainer, tokenizer))
     else:
         for _ in trainer.fit():
             pass
+    written = samples(trainer, tokenizer)  # on all ranks: each may hold but a part of the model
+    if reporter is not None:
+        reporter.finish(baselines(corpus, tokens), written)
     accelerator.end_training()
     return 0
 

@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from deepseek_lab.learn import run_ranks
+from deepseek_lab.parallel import collectives
 from deepseek_lab.train import checkpoint
-from deepseek_lab.train.checkpoint import CheckpointError
+from deepseek_lab.train.checkpoint import CheckpointError, Part
 
 TENSORS = {"model.w": torch.arange(6.0).view(2, 3), "model.n": torch.tensor(3), "optim.w.exp_avg": torch.ones(2, 3)}
 META = {"fingerprint": {"train.seed": 0}}
 
 
-def save(root, step, tensors=TENSORS, keep=5):
-    return checkpoint.save(root, step, tensors, META, keep=keep)
+def save(root, step, keep=5):
+    parts = [Part(key, tuple(t.shape), t.flatten(), 0, t.numel()) for key, t in TENSORS.items()]
+    return checkpoint.save(root, step, parts, META, keep=keep)
 
 
 def test_what_was_saved_comes_back(tmp_path):
@@ -107,12 +109,24 @@ def test_weights_of_another_shape_are_refused(tmp_path):
 
 
 def save_on_ranks(root):
-    return save(root, 4).name
+    """Two slices along dim 1, each written in two parts of unequal length by two ranks."""
+    whole, rank = torch.arange(24.0).view(4, 6), collectives.rank_in()
+    local = whole.chunk(2, dim=1)[rank // 2].flatten()
+    start, stop = (0, 7) if rank % 2 == 0 else (7, 12)
+    part = Part("model.w", (4, 6), local[start:stop], start, stop, dim=1, slice=rank // 2, slices=2)
+    return checkpoint.save(root, 4, [part], META, keep=1).name
 
 
 @pytest.mark.ranks
-def test_ranks_share_the_writing(tmp_path):
-    assert run_ranks(save_on_ranks, 2, tmp_path) == ["step-0000004"] * 2
+def test_what_ranks_wrote_in_parts_is_read_whole(tmp_path):
+    assert run_ranks(save_on_ranks, 4, tmp_path) == ["step-0000004"] * 4
     found = checkpoint.verify(tmp_path / "step-0000004")
-    assert len(found.files) == 2
-    assert all(torch.equal(found.tensors()[name], TENSORS[name]) for name in TENSORS)
+    assert len(list(found.folder.glob("*.safetensors"))) == 4
+    assert torch.equal(found.tensor("model.w"), torch.arange(24.0).view(4, 6))
+
+
+def test_a_part_that_nobody_wrote_is_noticed(tmp_path):
+    half = Part("model.w", (4, 6), torch.zeros(12), 0, 12)
+    checkpoint.save(tmp_path, 4, [half], META, keep=1)
+    with pytest.raises(CheckpointError, match="12 numbers of model"):
+        checkpoint.verify(tmp_path / "step-0000004").tensor("model.w")

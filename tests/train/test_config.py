@@ -39,7 +39,7 @@ def test_what_is_saved_is_what_is_read_back(tmp_path):
         ("optim.min_lr", "1", r"above optim.lr"),
         ("optim.beta1", "1", r"below 1"),
         ("optim.name", "adam", r"use one of adamw, sgd"),
-        ("precision", "fp16", r"use one of fp32, bf16, fp64"),
+        ("precision", "fp16", r"use one of fp32, bf16, mixed, fp64"),
         ("parallel.collectives", "mpi", r"use one of gloo, ring"),
         ("parallel.dp", "0", r"parallel.dp=0 must be at least 1"),
         ("model.preset", "huge", r"choose one of tiny"),

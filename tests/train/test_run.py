@@ -180,7 +180,10 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_goes_on(number, text, tmp_p
         (["--data.source=nowhere"], "nowhere"),
         (["--data.seq_len=4000"], "one sequence of seq_len=4000"),
         (["--model.vocab_size=512"], "512"),
-        (["--parallel.dp=3"], "parallel.dp=3 does not match the 1 ranks"),
+        (["--parallel.dp=3"], "parallel.dp=3 x tp=1 x pp=1 = 3 does not match the 1 ranks"),
+        (["--parallel.tp=3"], "use 1, 2 or 4"),
+        (["--parallel.zero_stage=4"], "use 0, 1, 2 or 3"),
+        (["--parallel.zero_stage=1", "--parallel.compression=int8"], "use zero_stage 0"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_it_starts(more, message, text, tmp_path, monkeypatch, capsys):
