@@ -1,0 +1,233 @@
+"""Memory of one rank, worked out before anything is started.
+
+The one idea: of the model's state, each rank holds 1/R of what it shares out with R others, and all of the rest.  ZeRO
+(Rajbhandari et al., arXiv 1910.02054, section 5 and table 1) shares out optimizer state, then gradients, then
+parameters over the data-parallel ranks; tensor parallelism splits most parameters over its own.  Activations are
+counted tensor by tensor, as autograd keeps them in this package's model (in the manner of Korthikanti et al., arXiv
+2205.05198, section 4).
+
+Everything here is arithmetic.  Bytes unless said otherwise; B batch, T tokens, D width, H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from deepseek_lab.model.config import DeepSeekConfig
+from deepseek_lab.model.loss import ROWS
+
+# Bytes a parameter: itself, its gradient, its optimizer state (two moments; in "mixed" the fp32 master copy as well).
+STATE_BYTES: dict[str, tuple[int, int, int]] = {
+    "fp32": (4, 4, 8),
+    "bf16": (4, 4, 8),  # autocast: only activations are narrow
+    "mixed": (2, 2, 12),
+    "fp64": (8, 8, 16),
+}
+ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "mixed": 2, "fp64": 8}
+REPLICATED = ("latents", "router", "norms")  # held whole by every tensor-parallel rank
+
+
+class Layout(Protocol):
+    """As much of a ParallelConfig as memory depends on."""
+
+    @property
+    def tp(self) -> int: ...
+    @property
+    def zero_stage(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+    @property
+    def recompute(self) -> str: ...
+    @property
+    def bucket_mb(self) -> float: ...
+
+
+# --- state ----------------------------------------------------------------------------------------------------
+
+
+def zero_state_bytes(
+    n_params: int, n_ranks: int, stage: int, param_bytes: int = 2, grad_bytes: int = 2, optim_bytes: int = 12
+) -> dict[str, int]:
+    """Bytes of model state that one of `n_ranks` data-parallel ranks holds under ZeRO stage 0, 1, 2 or 3.
+
+    Stage 1 shares out the optimizer's state, stage 2 gradients as well, stage 3 parameters as well.  A share is rounded
+    up: parameters lie in a flat buffer, padded until the ranks divide it.  The defaults are mixed precision with Adam.
+
+    Raises:
+        ValueError: for another stage.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage} is not a stage of ZeRO; use 0, 1, 2 or 3")
+    share = padded(n_params, n_ranks) // n_ranks
+    return {
+        "parameters": param_bytes * (share if stage >= 3 else n_params),
+        "gradients": grad_bytes * (share if stage >= 2 else n_params),
+        "optimizer": optim_bytes * (share if stage >= 1 else n_params),
+    }
+
+
+def padded(numel: int, n_ranks: int) -> int:
+    """`numel` numbers, padded at the end until `n_ranks` divide them."""
+    return -(-numel // n_ranks) * n_ranks
+
+
+def layer_parameters(config: DeepSeekConfig, layer: int) -> dict[str, int]:
+    """How many parameters of each kind one block has."""
+    D, H, r = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    q = config.q_lora_rank
+    counts = {
+        "attention": (q or D) * H * config.qk_head_dim
+        + r * H * (config.qk_nope_head_dim + config.v_head_dim)
+        + H * config.v_head_dim * D,
+        "latents": D * (r + config.qk_rope_head_dim) + r + (D * q + q if q else 0),
+        "norms": 2 * D,
+    }
+    if not config.is_moe(layer):
+        return counts | {"dense": 3 * D * config.intermediate_size}
+    expert = 3 * D * config.moe_intermediate_size
+    return counts | {
+        "router": D * config.n_routed_experts,
+        "experts": config.n_routed_experts * expert,
+        "shared experts": config.n_shared_experts * expert,
+    }
+
+
+def end_parameters(config: DeepSeekConfig) -> dict[str, int]:
+    """How many parameters lie outside the blocks, a tied table once."""
+    table = config.vocab_size * config.hidden_size
+    head = {} if config.tie_word_embeddings else {"head": table}
+    return {"embedding": table, **head, "norms": config.hidden_size}
+
+
+def parameters_of_a_rank(counts: dict[str, int], tp: int = 1) -> int:
+    """How many of these parameters one tensor-parallel rank holds."""
+    return sum(n if kind in REPLICATED else n // tp for kind, n in counts.items())
+
+
+# --- activations ----------------------------------------------------------------------------------------------
+
+
+def block_activations(
+    config: DeepSeekConfig,
+    layer: int,
+    seq_len: int,
+    *,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    precision: str = "fp32",
+    document_mask: bool = False,
+) -> float:
+    """Bytes a token that one block keeps from forward to backward.
+
+    A norm keeps its input and its scaled input, in fp32 at least; a linear layer its input; attention queries, keys,
+    values (padded to the width of keys) and its output; SwiGLU gate, up, the switched gate and the product.
+    """
+    s = tp if sequence_parallel else 1
+    D, H, r, q = config.hidden_size, config.num_attention_heads / tp, config.kv_lora_rank, config.q_lora_rank
+    p, qk = config.qk_rope_head_dim, config.qk_head_dim
+    narrow = ACTIVATION_BYTES[precision]
+    wide, index = max(narrow, 4), 8
+    if recompute == "full":
+        return D / s * narrow
+
+    def norm(width: float) -> float:
+        return wide * (2 * width + 2)
+
+    attention = norm(D / s) + narrow * (D + H * config.v_head_dim)
+    attention += norm(r) + narrow * r + wide * p + (norm(q) + narrow * q if q else 0)
+    if recompute == "selective":  # what goes into attention, of which the rotated parts are copies
+        attention += narrow * (H * (qk + p) + p)
+    else:
+        attention += narrow * (4 * H * qk + (seq_len if document_mask else 0)) + wide * H
+    if not config.is_moe(layer):
+        return attention + norm(D / s) + narrow * (D + 4 * config.intermediate_size / tp)
+    E, k, F = config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size / tp
+    routing = wide * (E + k + 1) + index * k
+    experts = k * (2 * narrow * F + 2 * index + narrow) + narrow * 4 * config.n_shared_experts * F
+    return attention + norm(D / s) + narrow * D + routing + experts
+
+
+def head_activations(config: DeepSeekConfig, n_tokens: int, *, tp: int = 1, s: int = 1, precision: str = "fp32") -> int:
+    """Bytes that the final norm and the head keep for `n_tokens`; `s` ranks split the sequence before them.
+
+    On one rank the head has worked out the gradients of its input and of its weight already, and keeps those.  Over
+    several it keeps its input, and its part of the logits with their exponentials.
+    """
+    D, V, narrow = config.hidden_size, config.vocab_size, ACTIVATION_BYTES[precision]
+    wide = max(narrow, 4)
+    kept = n_tokens * wide * (2 * D + 2) / s + n_tokens * narrow * D
+    kept += 2 * wide * n_tokens * V / tp if tp > 1 else STATE_BYTES[precision][0] * V * D
+    return round(kept)
+
+
+# --- a layout -------------------------------------------------------------------------------------------------
+
+
+def estimate(
+    config: DeepSeekConfig,
+    parallel: Layout,
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    precision: str = "fp32",
+    world_size: int = 1,
+    optimizer: str = "adamw",
+    document_mask: bool = False,
+) -> dict[str, int]:
+    """Bytes that one rank needs while it trains: "parameters", "gradients", "optimizer", "activations", "transient".
+
+    Activations are those of one micro-batch between its forward and its backward.  Transient is what lives for a moment
+    on top of them: under stage 3 the layer in use and the one that is being fetched, from stage 2 on gradients on their
+    way, one block that is recomputed, a slice of the logits.  What the runtime itself needs is not counted.
+
+    Args:
+        parallel: a ParallelConfig, or anything with its fields.
+        optimizer: "adamw" keeps two numbers a parameter, "sgd" none.
+    """
+    tp, stage, n_ranks = parallel.tp, parallel.zero_stage, max(world_size // parallel.tp, 1)
+    blocks = [layer_parameters(config, layer) for layer in range(config.num_hidden_layers)]
+    units = [parameters_of_a_rank(counts, tp) for counts in blocks]
+    units.append(parameters_of_a_rank(end_parameters(config), tp))
+    param_bytes, grad_bytes, optim_bytes = STATE_BYTES[precision]
+    if optimizer == "sgd":
+        optim_bytes -= 2 * (8 if precision == "fp64" else 4)
+    state = zero_state_bytes(sum(units), n_ranks, stage, param_bytes, grad_bytes, optim_bytes)
+
+    n_tokens, s = micro_batch_size * seq_len, tp if parallel.sequence_parallel else 1
+    kept = _blocks(config, parallel, parallel.recompute, seq_len, precision, document_mask)
+    head = head_activations(config, n_tokens, tp=tp, s=s, precision=precision)
+    activations = round(n_tokens * sum(kept)) + head
+    if document_mask and parallel.recompute != "none":
+        activations += n_tokens * seq_len  # one boolean mask for all blocks
+
+    whole = _blocks(config, parallel, "none", seq_len, precision, document_mask)
+    recomputed = n_tokens * max(all_of_it - part for all_of_it, part in zip(whole, kept, strict=True))
+    rows = n_tokens if tp > 1 else min(n_tokens, ROWS)
+    logits = 3 * rows * config.vocab_size / tp * max(ACTIVATION_BYTES[precision], 4)
+    transient = max(recomputed, logits)
+    if precision == "bf16":
+        transient += 2 * sum(units)  # autocast's copies of the weights
+    if stage == 2:
+        transient += 2 * min(parallel.bucket_mb * 2**20, grad_bytes * sum(units))
+    if stage == 3:
+        transient += 2 * (param_bytes + grad_bytes) * max(units)
+    return state | {"activations": activations, "transient": round(transient)}
+
+
+def _blocks(
+    config: DeepSeekConfig, parallel: Layout, recompute: str, seq_len: int, precision: str, document_mask: bool
+) -> list[float]:
+    return [
+        block_activations(
+            config,
+            layer,
+            seq_len,
+            tp=parallel.tp,
+            sequence_parallel=parallel.sequence_parallel,
+            recompute=recompute,
+            precision=precision,
+            document_mask=document_mask,
+        )
+        for layer in range(config.num_hidden_layers)
+    ]
