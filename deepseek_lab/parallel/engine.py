@@ -152,6 +152,7 @@ class Engine:
                 gradients = [parameter.grad for parameter in self.model.parameters()]
                 data_parallel.all_reduce_gradients(gradients, self.mesh.group("dp"), self._bucket_bytes)
             self.in_flight.clear()
+            self.overlap = None
         self._free_weights()
 
     def _free_weights(self) -> None:

@@ -30,7 +30,7 @@ def shard_range(numel: int, rank: int, n_ranks: int) -> tuple[int, int]:
 
 
 def start_reduction(gradient_P: Tensor, stage: int, group: dist.ProcessGroup | None) -> collectives.Pending:
-    """Start adding a bucket's gradients (P,) up over the ranks: the whole sum in stage 0, else this rank's share of it."""
+    """Start adding a bucket's gradients (P,) up over the ranks: the whole sum in stage 0, else my share of it (S,)."""
     if stage == 0:
         return collectives.start_all_reduce(gradient_P, group)
     return collectives.start_reduce_scatter(gradient_P, group)
@@ -217,13 +217,14 @@ class Reduction:
     """A bucket's gradients on their way; `wait()`, any number of times, until the bucket has received them."""
 
     def __init__(self, bucket: Bucket, pending: collectives.Pending):
-        self.bucket: Bucket | None = bucket
-        self.pending = pending
+        self.bucket, self.pending = bucket, pending
+        self.received = False
 
     def wait(self) -> None:
-        if self.bucket is not None:
+        if not self.received:
             self.bucket.receive(self.pending.wait())
-            self.bucket = None
+            self.received = True
+            del self.pending  # and what it holds
 
 
 @dataclass
