@@ -18,7 +18,7 @@ LAUNCH := accelerate launch --config_file configs/accelerate/cpu.yaml -m deepsee
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=120
 
 .DEFAULT_GOAL := help
-.PHONY: help install train train-long test check lab bench
+.PHONY: help install train train-long test parity check lab bench
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,9 @@ train-long: $(INSTALLED)  ## the same for at most 40 minutes
 test: check  ## everything: lint, types, drift, tests, all notebooks
 	@echo "Testing on $(WORKERS) workers: the package, then every notebook of solutions/ and notebooks/."
 	OMP_NUM_THREADS=1 python -m pytest -q -n $(WORKERS) --dist loadfile $(NBVAL) tests solutions notebooks
+
+parity: $(INSTALLED)  ## every three settings of a layout together against the serial run, most of an hour
+	OMP_NUM_THREADS=1 python -m pytest -q -m parity_full tests/parity
 
 check: $(INSTALLED)  ## lint, types, and whether notebooks and sources agree
 	@echo "Checking style, types, and that the notebooks are those of their sources."

@@ -1,0 +1,83 @@
+"""Which layouts to try, when all of them are too many: covering designs.
+
+The one idea: mistakes come from two or three settings meeting, hardly ever from five.  A design of strength t contains
+every possible combination of any t settings in at least one of its cells (Cohen et al., "The AETG system", IEEE TSE
+1997).  Built greedily, and without chance: the same axes always give the same cells.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+Axes = Mapping[str, Sequence[Any]]
+Cell = dict[str, Any]
+Setting = tuple[str, Any]
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "dp": (1, 2, 4),
+    "tp": (1, 2, 4),
+    "zero_stage": (0, 1, 2, 3),
+    "sequence_parallel": (False, True),
+    "accumulation": (1, 3),
+    "recompute": ("none", "selective", "full"),
+    "tied": (False, True),
+    "uneven": (False, True),
+    "collectives": ("gloo", "ring"),
+    "overlap": (True, False),
+}
+MOST_RANKS = 8
+
+
+def world_size(cell: Cell) -> int:
+    return cell.get("dp", 1) * cell.get("tp", 1)
+
+
+def possible(cell: Cell) -> bool:
+    """Whether a cell, or some of its settings, can be run."""
+    if world_size(cell) > MOST_RANKS:
+        return False
+    return not (cell.get("sequence_parallel") and cell.get("tp") == 1)
+
+
+def covering(axes: Axes, strength: int, possible: Callable[[Cell], bool] = possible) -> list[Cell]:
+    """Cells in which every possible combination of settings of any `strength` axes occurs."""
+    missing = dict.fromkeys(
+        together
+        for names in combinations(axes, strength)
+        for together in _settings({name: axes[name] for name in names})
+        if any(True for _ in _completions(dict(together), axes, possible))
+    )
+    cells = []
+    while missing:
+        cell = dict(next(iter(missing)))
+        for name in sorted(set(axes) - set(cell), key=lambda name: -len(axes[name])):
+            choices = [{**cell, name: value} for value in axes[name]]
+            fit = [c for c in choices if any(True for _ in _completions(c, axes, possible))]
+            cell = max(fit, key=lambda c: len(_covered(c, name, missing)))
+        cells.append({name: cell[name] for name in axes})
+        for together in [t for t in missing if t <= frozenset(cell.items())]:
+            del missing[together]
+    return cells
+
+
+def _settings(axes: Axes) -> Iterator[frozenset[Setting]]:
+    for values in product(*axes.values()):
+        yield frozenset(zip(axes, values, strict=True))
+
+
+def _covered(cell: Cell, newest: str, missing: Mapping[frozenset[Setting], None]) -> list[frozenset[Setting]]:
+    """The missing combinations that `cell` holds thanks to its newest setting."""
+    settings, new = frozenset(cell.items()), (newest, cell[newest])
+    return [together for together in missing if new in together and together <= settings]
+
+
+def _completions(cell: Cell, axes: Axes, possible: Callable[[Cell], bool]) -> Iterator[Cell]:
+    """The possible cells that have the settings of `cell`."""
+    if not possible(cell):
+        return
+    open_axes = [name for name in axes if name not in cell]
+    if not open_axes:
+        yield cell
+        return
+    for value in axes[open_axes[0]]:
+        yield from _completions({**cell, open_axes[0]: value}, axes, possible)
