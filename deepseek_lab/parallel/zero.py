@@ -13,7 +13,6 @@ Shapes: P numbers of a padded bucket, S = P / R numbers of a share.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +26,22 @@ def shard_range(numel: int, rank: int, n_ranks: int) -> tuple[int, int]:
     """Where the share of `rank` starts and stops in `numel` numbers, padded at the end so that all shares are equal."""
     size = math.ceil(numel / n_ranks)
     return rank * size, (rank + 1) * size
+
+
+def cut(numels: list[int], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Which parts of which parameters lie in a share, when parameters of `numels` numbers lie one after the other.
+
+    Returns:
+        (i, first, last) for each parameter i that the share from `start` to `stop` touches: its numbers `first` up to,
+        and without, `last`.  Padding belongs to no parameter.
+    """
+    parts, offset = [], 0
+    for i, numel in enumerate(numels):
+        first, last = max(start - offset, 0), min(stop - offset, numel)
+        if first < last:
+            parts.append((i, first, last))
+        offset += numel
+    return parts
 
 
 def start_reduction(gradient_P: Tensor, stage: int, group: dist.ProcessGroup | None) -> collectives.Pending:
@@ -145,7 +160,8 @@ class Bucket:
         else:
             self.my_gradients_S = torch.zeros(share, dtype=dtype, device=device)
         self.gathered = GatheredWeights(self.weights_P, self.my_weights_S, group) if stage == 3 else None
-        self.pieces = list(self._pieces())
+        names, numels = list(shapes), [shape.numel() for shape in shapes.values()]
+        self.pieces = [self._piece(names[i], first, last) for i, first, last in cut(numels, start, stop)]
 
     def view(self, flat_P: Tensor, name: str) -> Tensor:
         """Parameter `name` in a flat tensor laid out like this bucket."""
@@ -157,14 +173,9 @@ class Bucket:
         start = self.offsets[piece.name] + piece.start - self.mine.start
         return flat_S[start : start + piece.stop - piece.start]
 
-    def _pieces(self) -> Iterator[Piece]:
-        for name, shape in self.shapes.items():
-            offset = self.offsets[name]
-            start = max(self.mine.start, offset)
-            stop = min(self.mine.stop, offset + shape.numel())
-            if start < stop:
-                tensor = self.master_S[start - self.mine.start : stop - self.mine.start]
-                yield Piece(name, start - offset, stop - offset, tensor)
+    def _piece(self, name: str, first: int, last: int) -> Piece:
+        start = self.offsets[name] + first - self.mine.start
+        return Piece(name, first, last, self.master_S[start : start + last - first])
 
     # --- gradients ------------------------------------------------------------------------------------------
 

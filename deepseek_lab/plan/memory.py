@@ -11,6 +11,7 @@ Everything here is arithmetic.  Bytes unless said otherwise; B batch, T tokens, 
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from deepseek_lab.model.config import DeepSeekConfig
@@ -58,7 +59,7 @@ def zero_state_bytes(
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage} is not a stage of ZeRO; use 0, 1, 2 or 3")
-    share = padded(n_params, n_ranks) // n_ranks
+    share = math.ceil(n_params / n_ranks)
     return {
         "parameters": param_bytes * (share if stage >= 3 else n_params),
         "gradients": grad_bytes * (share if stage >= 2 else n_params),
