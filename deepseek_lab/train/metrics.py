@@ -57,7 +57,7 @@ def peak_flops_per_s(device: torch.device, precision: str) -> float:
         known = flops.peak_of(torch.cuda.get_device_name(device), precision)
         if known:
             return known
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(precision, torch.bfloat16)
     a = torch.randn(PEAK_SIZE, PEAK_SIZE, device=device, dtype=dtype)
     b, out = torch.randn_like(a), torch.empty_like(a)
     torch.mm(a, b, out=out)

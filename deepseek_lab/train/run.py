@@ -21,9 +21,11 @@ from deepseek_lab.data.batches import rows_per_epoch
 from deepseek_lab.data.corpus import load_corpus
 from deepseek_lab.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
 from deepseek_lab.data.tokens import prepare
+from deepseek_lab.doctor import free_memory_gib
 from deepseek_lab.model import generate
 from deepseek_lab.parallel import collectives
 from deepseek_lab.parallel.mesh import build_mesh
+from deepseek_lab.plan import memory
 from deepseek_lab.train.checkpoint import CheckpointError
 from deepseek_lab.train.config import RunConfig
 from deepseek_lab.train.loop import Trainer
@@ -41,7 +43,9 @@ def run(config: RunConfig, out: Path, *, resume: bool = False, mine: bool = Fals
             raise ValueError(f"{out} already holds a run; add --resume to go on with it, or give another --out")
         learners = slots.load_mine() if mine else {}
         slots.fill(learners)
-        config.parallel.check(int(os.environ.get("WORLD_SIZE", "1")))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        config.parallel.check(world_size)
+        check_memory(config, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         accelerator = start(out)
         corpus = load_corpus(config.data.source)
         tokenizer = load_tokenizer(config.data.tokenizer)
@@ -72,6 +76,39 @@ def run(config: RunConfig, out: Path, *, resume: bool = False, mine: bool = Fals
         reporter.finish(baselines(corpus, tokens), written)
     accelerator.end_training()
     return 0
+
+
+def check_memory(config: RunConfig, world_size: int, ranks_here: int, available_gib: float | None = None) -> None:
+    """Refuse what cannot fit: the state and activations of a rank, by plan/memory.py, against what there is.
+
+    Args:
+        available_gib: for the ranks of this machine together; None asks the GPUs, or the system.
+
+    Raises:
+        ValueError: with the estimate, and what would make it smaller.
+    """
+    need = memory.estimate(
+        config.model,
+        config.parallel,
+        micro_batch_size=config.train.micro_batch_size,
+        seq_len=config.data.seq_len,
+        precision=config.precision,
+        world_size=world_size,
+        optimizer=config.optim.name,
+        document_mask=config.data.document_mask,
+    )
+    if available_gib is None:
+        available_gib = free_memory_gib()
+        if torch.cuda.is_available():
+            available_gib = sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())) / 2**30
+    need_gib = sum(need.values()) / 2**30
+    if available_gib is not None and need_gib * ranks_here > available_gib:
+        parts = ", ".join(f"{kind} {size / 2**30:,.2f}" for kind, size in need.items())
+        raise ValueError(
+            f"a rank of this layout needs about {need_gib:,.2f} GiB ({parts}), and the {ranks_here} here have "
+            f"{available_gib:,.1f} GiB together; a higher parallel.zero_stage or parallel.tp makes state smaller, "
+            f"a smaller train.micro_batch_size or parallel.recompute=full the activations"
+        )
 
 
 def samples(trainer: Trainer, tokenizer: Tokenizer) -> dict[str, str]:

@@ -182,6 +182,7 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_goes_on(number, text, tmp_p
         (["--model.vocab_size=512"], "512"),
         (["--parallel.dp=3"], "parallel.dp=3 x tp=1 x pp=1 = 3 does not match the 1 ranks"),
         (["--parallel.tp=3"], "use 1, 2 or 4"),
+        (["--model.hidden_size=65536", "--model.num_hidden_layers=40"], "a rank of this layout needs about"),
         (["--parallel.zero_stage=4"], "use 0, 1, 2 or 3"),
         (["--parallel.zero_stage=1", "--parallel.compression=int8"], "use zero_stage 0"),
     ],
