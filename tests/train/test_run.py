@@ -78,6 +78,24 @@ def test_n_and_n_steps_equal_2n_bit_for_bit_on_two_ranks(text, tmp_path):
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
 
 
+@pytest.mark.launch
+def test_layouts_can_be_compared_from_the_command_line(text, tmp_path):
+    """In fp64 with plain SGD, which hides no scale, `metrics.jsonl` shows the same curve to its last digits but few."""
+    plain = ["--precision=fp64", "--optim.name=sgd", "--optim.lr=0.3", "--optim.min_lr=0.1"]
+    spread = ["--parallel.tp=2", "--parallel.zero_stage=3", "--parallel.sequence_parallel=true"]
+    for out, more, ranks in (("one", plain, 1), ("four", plain + spread, 4)):
+        status, printed = run(text, tmp_path / out, *more, ranks=ranks)
+        assert status == 0, printed
+    assert "dp 2 x tp 2, ZeRO-3, sequence parallel" in " ".join(printed.split())
+    one, four = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("one", "four"))
+    assert one[0]["loss"] > one[-1]["loss"]
+    for name in ("loss", "grad_norm", "lr"):
+        assert [line[name] for line in four] == pytest.approx([line[name] for line in one], rel=1e-9)
+    assert four[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-9)
+    samples = [json.loads((tmp_path / out / "summary.json").read_text())["samples"] for out in ("one", "four")]
+    assert samples[0] == samples[1]
+
+
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
