@@ -26,7 +26,7 @@ NARROW = 0.02  # share of the whole time below which a bar is too narrow for its
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work of one rank.  `kind` gives its colour and its entry in the legend, `label` stands in the bar."""
+    """One piece of work of one rank.  `kind` gives its colour and its legend entry, `label` stands in the bar."""
 
     kind: str
     start_s: float
