@@ -96,6 +96,25 @@ class ParallelConfig:
         if (dp := self.sizes(world_size)["dp"]) % self.ep:
             raise ValueError(f"parallel.ep={self.ep} does not divide the {dp} data-parallel ranks; use {divisors(dp)}")
 
+    def check_torch_engine(self, mixed: bool) -> None:
+        """Raises ValueError for what PyTorch's own parts do not do; `mixed`: with wider weights for the optimizer."""
+        refused = {
+            "zero_stage=1": (
+                self.zero_stage == 1,
+                "ZeroRedundancyOptimizer replaces the optimizer itself; use 0, 2 or 3",
+            ),
+            f"compression={self.compression!r}": (self.compression != "none", "use none"),
+            f"collectives={self.collectives!r}": (self.collectives != "gloo", "use gloo"),
+            "overlap=false": (not self.overlap, "its gradients always travel during backward; use true"),
+            f"zero_stage={self.zero_stage} with precision='mixed'": (
+                mixed and self.zero_stage == 0,
+                "FSDP keeps the wider weights in its shards; use 2 or 3",
+            ),
+        }
+        for what, (asked, instead) in refused.items():
+            if asked:
+                raise ValueError(f"engine: torch has no parallel.{what}: {instead}, or engine: lab")
+
     def check_model(self, model: DeepSeekConfig, seq_len: int) -> None:
         """Raises ValueError when the model cannot be split this way."""
         tp = self.tp

@@ -65,7 +65,12 @@ def parallelize(
     Raises:
         ValueError: for what PyTorch's parts do not do, naming what does.
     """
-    check(parallel, mesh, mixed=master_dtype not in (None, dtype))
+    mixed = master_dtype not in (None, dtype)
+    parallel.check_torch_engine(mixed)
+    if mixed and mesh.size("dp") == 1:
+        raise ValueError(
+            "engine: torch keeps the wider weights of precision='mixed' in FSDP's shards, which need dp > 1"
+        )
     model = DeepSeekModel(config, seed).to(device or torch.device("cpu"), master_dtype or dtype)
     if mesh.size("tp") > 1:
         apply_tensor_parallel(model, _axis(mesh, "tp"), parallel.sequence_parallel)
@@ -77,26 +82,6 @@ def parallelize(
         policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
         apply_fsdp(model, _axis(mesh, "dp"), parallel.zero_stage, policy, blocks_per_unit)
     return TorchEngine(model, mesh, parallel, ddp)
-
-
-def check(parallel: ParallelConfig, mesh: Mesh, mixed: bool) -> None:
-    """Raises ValueError for what PyTorch's parts do not do."""
-    refused = {
-        "parallel.zero_stage=1": (
-            parallel.zero_stage == 1,
-            "ZeroRedundancyOptimizer, its stage 1, replaces the optimizer itself; use stage 0, 2 or 3",
-        ),
-        f"parallel.compression={parallel.compression!r}": (parallel.compression != "none", "use none"),
-        f"parallel.collectives={parallel.collectives!r}": (parallel.collectives != "gloo", "use gloo"),
-        "parallel.overlap=false": (not parallel.overlap, "its gradients always travel during backward; use true"),
-        "precision='mixed' with whole weights": (
-            mixed and (parallel.zero_stage == 0 or mesh.size("dp") == 1),
-            "FSDP keeps the wider weights in its shards; use zero_stage 2 or 3 and dp > 1",
-        ),
-    }
-    for what, (asked, instead) in refused.items():
-        if asked:
-            raise ValueError(f"engine: torch has no {what}: {instead}, or engine: lab")
 
 
 def _axis(mesh: Mesh, name: str) -> DeviceMesh:
@@ -436,6 +421,7 @@ class TorchEngine:
 
         Collective: all ranks must go through all of it.
         """
+        self._reshard()
         for name in self.parameters:
             yield name, _whole(self._part(kind, name, optimizer))
 
@@ -489,7 +475,7 @@ class TorchEngine:
         return optimizer.state[parameter][kind]
 
     def _reshard(self) -> None:
-        """Forget gathered weights, which would hide those that are written now."""
+        """Forget gathered weights: they would hide what is written, and `state_dict` forgets them on its rank alone."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

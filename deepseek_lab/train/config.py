@@ -128,6 +128,8 @@ class RunConfig:
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("engine", self.engine, ENGINES)
         self.parallel.check_model(self.model, self.data.seq_len)
+        if self.engine == "torch":
+            self.parallel.check_torch_engine(mixed=self.precision == "mixed")
         if self.data.seq_len > self.model.max_position_embeddings:
             raise ConfigError(
                 f"data.seq_len={self.data.seq_len} is more than "

@@ -21,6 +21,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "accumulation": (1, 3),
     "recompute": ("none", "selective", "full"),
     "tied": (False, True),
+    "q_lora_rank": (24, None),
     "uneven": (False, True),
     "collectives": ("gloo", "ring"),
     "overlap": (True, False),

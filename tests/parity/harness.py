@@ -38,7 +38,6 @@ MODEL: dict[str, Any] = {
     "vocab_size": 64,
     "intermediate_size": 48,
     "moe_intermediate_size": 16,
-    "q_lora_rank": 24,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
@@ -93,7 +92,7 @@ def config_of(cell: Cell) -> RunConfig:
     """The run that a cell stands for."""
     micro_batch_size = math.ceil(math.ceil(ROWS / cell["dp"]) / cell["accumulation"])
     return RunConfig(
-        model=DeepSeekConfig.preset("tiny", **MODEL, tie_word_embeddings=cell["tied"]),
+        model=DeepSeekConfig.preset("tiny", **MODEL, tie_word_embeddings=cell["tied"], q_lora_rank=cell["q_lora_rank"]),
         data=DataConfig(seq_len=T),
         optim=OptimConfig(lr=1e-2, min_lr=1e-3, warmup_steps=1, clip_norm=CLIP_NORM),
         train=TrainConfig(steps=STEPS, global_batch_size=ROWS, micro_batch_size=micro_batch_size, label_smoothing=0.1),
@@ -162,9 +161,9 @@ def serial(cell: Cell, out: Path) -> Run:
     return run
 
 
-def reference_of(cell: Cell) -> tuple[bool, bool]:
+def reference_of(cell: Cell) -> tuple[Any, ...]:
     """Cells that agree in this share their reference."""
-    return cell["tied"], cell["uneven"]
+    return cell["tied"], cell["q_lora_rank"], cell["uneven"]
 
 
 def run_cells(
