@@ -203,7 +203,7 @@ for name, (forward, backward) in run_ranks(traffic_of_parts, 4, config)[0].items
 # %% [markdown]
 # There they are: **two all-reduces a block in forward, where attention and feed-forward end, two in backward, where
 # they begin.** Each carries one activation, here 64 tokens × 128 numbers × 4 bytes. All experts together need no more
-# than a dense layer.
+# than a dense layer. (The two small messages at the end are the loss; section 5 builds it.)
 #
 # A head cannot be cut. Six heads of 48 rows make 288 rows, which four ranks could share: 72 rows each, one head and a
 # half. That would run, and be nonsense. So it is refused:
@@ -381,8 +381,8 @@ show_figure(pictures.draw_kept(kept_MiB))
 #
 # ## 7 · Find the bug
 #
-# This listing goes around in several articles: each rank works out a part of the outputs, and an all-gather puts them
-# together. It passes every test that its author thought of:
+# The first article shows a parallel matmul in a few lines: each rank works out a part of the outputs, and an all-gather
+# puts them together. `suspect_parallel_linear` does what those lines do. It passes every test that one thinks of first:
 
 # %% tags=["nbval-check-output"]
 from deepseek_lab.learn.chapters.c04_tensor_parallel import loss_with, suspect_parallel_linear

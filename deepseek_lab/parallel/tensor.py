@@ -30,7 +30,7 @@ from . import collectives
 def shard(w, dim, rank, size):
     """Slice number `rank` of `size` equal, contiguous slices of `w` along `dim`; a copy, so that `w` can be freed.
 
-    Raises ValueError when `size` does not divide that dimension.
+    Raises ValueError, naming both numbers, when `size` does not divide that dimension.
     """
     if w.shape[dim] % size:
         raise ValueError(

@@ -63,6 +63,11 @@ def rows_or_columns(w, dim, rank, size):
     return w[band].clone() if dim == 0 else w[:, band].clone(memory_format=torch.contiguous_format)
 
 
+def by_assert(w, dim, rank, size):
+    assert w.shape[dim] % size == 0, f"{size} ranks do not divide {w.shape[dim]}"
+    return w.chunk(size, dim)[rank].clone(memory_format=torch.contiguous_format)
+
+
 def silent_error(w, dim, rank, size):
     if w.shape[dim] % size:
         raise ValueError("cannot be split")
@@ -275,6 +280,10 @@ def dealt_out(ids_BT, w_VlD, group=None, sequence_parallel=False):
     return _leave(rows, group, sequence_parallel)
 
 
+def no_look_at_the_band(ids_BT, w_VlD, group=None, sequence_parallel=False):
+    return _leave(F.embedding(ids_BT - rank_in(group) * len(w_VlD), w_VlD), group, sequence_parallel)
+
+
 def one_too_many(ids_BT, w_VlD, group=None, sequence_parallel=False):
     V_l = w_VlD.shape[0]
     local = ids_BT - rank_in(group) * V_l
@@ -337,6 +346,7 @@ def _cross_entropy(
     name,
     *,
     shared_top=True,
+    detach=True,
     top=True,
     mask=True,
     combine=reduce_from_group,
@@ -355,7 +365,8 @@ def _cross_entropy(
         if narrow:
             logits_Vl = logits_Vl.to(narrow)
         if top:
-            largest = logits_Vl.detach().amax(-1)
+            largest = logits_Vl.amax(-1)
+            largest = largest.detach() if detach else largest
             shifted = (
                 logits_Vl - (collectives.all_reduce(largest, group, op="max") if shared_top else largest)[..., None]
             )
@@ -397,6 +408,7 @@ class _SumUnseen(torch.autograd.Function):
 
 
 own_largest = _cross_entropy("own_largest", shared_top=False)
+top_undetached = _cross_entropy("top_undetached", detach=False)
 no_maximum = _cross_entropy("no_maximum", top=False)
 labels_everywhere = _cross_entropy("labels_everywhere", mask=False)
 three_messages = _cross_entropy("three_messages", one_message=False)
@@ -517,6 +529,7 @@ WRONG = [
     Wrong("4.1", rows_or_columns, "only for matrices"),
     Wrong("4.1", a_view, "a view, not a copy"),
     Wrong("4.1", remainder_cut, "a remainder is let pass"),
+    Wrong("4.1", by_assert, "AssertionError, not ValueError"),
     Wrong("4.1", silent_error, "an error that says nothing"),
     Wrong("4.2", no_f, "nothing is summed in backward"),
     Wrong("4.2", g_not_f, "g, not f: it sums in forward"),
@@ -547,6 +560,7 @@ WRONG = [
     Wrong("4.4", nothing_left_out, "tokens of other ranks are not left out"),
     Wrong("4.4", own_rows_only, "no sum: every rank returns its own rows only"),
     Wrong("4.4", dealt_out, "rows dealt out in turn, not in bands"),
+    Wrong("4.4", no_look_at_the_band, "a token of another rank is looked up here"),
     Wrong("4.4", one_too_many, "the next rank's first token is taken, too"),
     Wrong("4.4", the_largest, "the largest, not the sum: negative numbers are lost"),
     Wrong("4.4", gathers_the_table, "more traffic than needed"),
@@ -558,6 +572,7 @@ WRONG = [
     Wrong("4.5", gathers_logits, "the logits travel"),
     Wrong("4.5", own_softmax, "each rank's own softmax: the normaliser is not summed"),
     Wrong("4.5", own_largest, "each rank takes off its own largest logit"),
+    Wrong("4.5", top_undetached, "the largest logit is not detached"),
     Wrong("4.5", no_maximum, "no maximum: the exponentials overflow"),
     Wrong("4.5", labels_everywhere, "labels of other ranks are looked up here"),
     Wrong("4.5", label_stays_here, "the label's logit stays on the rank that has it"),

@@ -71,6 +71,9 @@ def grade_shard(fn) -> Verdict:
         except ValueError as error:
             message = str(error)
             continue
+        except Exception as error:
+            name = f"{type(error).__name__}, not ValueError"
+            return wrong(f"Refused, but by {type(error).__name__}: raise ValueError.", name)
         rows = [(f"8 rows for {size} ranks, rank 2", "ValueError", f"shape {tuple(part.shape)}")]
         return wrong("Ranks that do not divide the dimension have to be refused.", "a remainder is let pass", rows)
     if not {"8", "16"} <= set("".join(c if c.isdigit() else " " for c in message).split()):
@@ -435,7 +438,13 @@ def grade_vocab_parallel_embedding(fn) -> Verdict:
     passed = (
         "Every rank looked up its own tokens; one sum completed the rows. The gradient of a row stays where it is held."
     )
-    return _grade_split(fn, EMBEDDING, _embedding_case, recognise, ("ids", "w"), passed)
+    try:
+        return _grade_split(fn, EMBEDDING, _embedding_case, recognise, ("ids", "w"), passed)
+    except RankError as error:
+        if "out of range" not in error.cause and "out of bounds" not in error.cause:
+            raise
+        summary = "A token that another rank holds was used as an index of this rank's rows."
+        return Verdict(False, summary, "a token of another rank is looked up here", detail=error.cause)
 
 
 # --- 4.5 cross-entropy ------------------------------------------------------------------------------------------
@@ -604,8 +613,10 @@ def _loss_gradient_problem(setting, how, gradient, gradients, tolerance):
         picks = [-_piece(onehot.to(gradient.dtype), -1, _place(setting, r), n_ranks) for r in range(R)]
         if all(near(g, w * n_ranks) for g, w in _both(gradients, wanted)):
             name = "summed twice: the gradient is R times too large"
-        elif all(near(g, p) for g, p in _both(gradients, picks)) or setting == "plain":
+        elif all(near(g, p) for g, p in _both(gradients, picks)):
             name = "autograd does not see the communication"
+        elif any(g.isnan().any() for g in gradients):
+            name = "the largest logit is not detached"
     rows = [
         (f"rank {r}: gradient of its logits", *_first_difference(w, g))
         for r, (w, g) in enumerate(_both(wanted, gradients))
