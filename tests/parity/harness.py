@@ -192,13 +192,14 @@ def _compare_all(
     """On a rank: deviations and a digest of the final parameters, for each cell."""
     if plant is not None:
         plant()
-    meshes: dict[tuple[int, int], Mesh] = {}
+    meshes: dict[tuple[int, ...], Mesh] = {}
     found = []
     for cell in cells:
-        layout = cell["dp"], cell["tp"]
-        if layout not in meshes:
-            meshes[layout] = build_mesh(ParallelConfig(dp=layout[0], tp=layout[1]), "cpu")
-        run = train(cell, meshes[layout], out)
+        parallel = config_of(cell).parallel
+        sizes = tuple(parallel.sizes(world_size(cell)).values())
+        if sizes not in meshes:
+            meshes[sizes] = build_mesh(parallel, "cpu")
+        run = train(cell, meshes[sizes], out)
         digest = hashlib.sha256()
         for name in sorted(run.parameters):
             digest.update(run.parameters[name].numpy().tobytes())
