@@ -119,6 +119,18 @@ def test_loss_and_every_gradient_equal_the_serial_ones(tp):
             assert value <= TOLERANCE, f"{case}: {name}"
 
 
+def strided(w, dim, rank, size):
+    return w.index_select(dim, torch.arange(rank, w.shape[dim], size, device=w.device))
+
+
+def test_strided_slices_are_noticed():
+    """Pitfall 18: every R-th row instead of a band.  The shapes agree, and the loss of a fresh model nearly does."""
+    cases = {"dense": CASES["dense"]}
+    overrides = {"deepseek_lab.parallel.tensor.shard": strided}
+    for worst in run_ranks(worst_deviations, 2, cases, timeout=60, overrides=overrides):
+        assert worst["dense"][1] > 0.01
+
+
 def test_ranks_are_numbered_within_the_group():
     cases = {name: CASES[name] for name in ("default", "sequence parallel")}
     for worst in run_ranks(worst_deviations, 4, cases, [[0, 1], [2, 3]], timeout=60):
