@@ -86,7 +86,9 @@ def parallelize(
 
 def _axis(mesh: Mesh, name: str) -> DeviceMesh:
     assert mesh.device_mesh is not None
-    return mesh.device_mesh["edp", "ep"]._flatten("dp") if name == "dp" else mesh.device_mesh[name]
+    if name == "dp":  # made of two axes, and asked for by them: a flattened axis is no longer found by its own name
+        return mesh.device_mesh["edp", "ep"]._flatten("dp")
+    return mesh.device_mesh[name]
 
 
 # --- data parallelism -----------------------------------------------------------------------------------------
@@ -267,9 +269,8 @@ class Local(ParallelStyle):
         self.layouts, self.gradient, self.sum_output_gradient = layouts, gradient, sum_output_gradient
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        owners: list[
-            tuple[Any, str, tuple[Placement]]
-        ] = []  # (module that holds it, its name there, how its gradient comes out)
+        # For each parameter: the module that holds it, its name there, how its gradient comes out.
+        owners: list[tuple[Any, str, tuple[Placement]]] = []
         for path, layout in self.layouts.items():
             owner, name = module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
             weight = distribute_tensor(getattr(owner, name).detach(), device_mesh, [layout], src_data_rank=None)
