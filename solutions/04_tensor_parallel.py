@@ -39,7 +39,8 @@ show_figure(pictures.draw_splits())
 # ### Exercise 4.1 · `shard`  (warm-up, 5 minutes)
 #
 # Give rank r the r-th of `size` equal, contiguous slices along `dim`. (Weights are stored as $W$ of shape (outputs,
-# inputs), and used as $y = xW^\top$: cut by outputs means dim 0.)
+# inputs), and used as $y = xW^\top$: cut by outputs means dim 0.) `divisors(6)` is the text "1, 2, 3 or 6", for whoever
+# meets the error.
 
 # %% exercise: deepseek_lab.parallel.tensor.shard
 
@@ -118,6 +119,8 @@ show_traffic([backward for _, backward in traces])
 # $$ y = \sum_f x_f\, w_f = \sum_{r} \; \sum_{f \text{ on rank } r} x_f\, w_f $$
 #
 # ### Exercise 4.3 · `row_parallel_linear`  (core, 10 minutes)
+#
+# (With `sequence_parallel`, `collectives.scatter_sequence` takes the place of chapter 02's function. So in 4.4.)
 
 # %% exercise: deepseek_lab.parallel.tensor.row_parallel_linear
 
@@ -329,7 +332,7 @@ show_figure(pictures.draw_vocabulary(VOCABULARIES, costs))
 # ### Exercise 4.6 · `GatherSequence`  (core, 10 minutes)
 #
 # Its twin `ScatterSequence` stands where g stood: a reduce-scatter in forward, and in backward an all-gather. Yours
-# stands where f stood. What happens in forward is clear. In backward?
+# stands where f stood. Before you write it, say why its backward is not just "take my piece of the gradient".
 
 # %% exercise: deepseek_lab.parallel.collectives.GatherSequence
 

@@ -86,8 +86,8 @@ def vocab_parallel_embedding(ids_BT, w_VlD, group=None, sequence_parallel=False)
 def vocab_parallel_cross_entropy_sum(logits_Vl, labels, group=None, label_smoothing=0.0):
     """`loss.cross_entropy_sum` of logits whose last dimension is split over `group`; the logits never travel.
 
-    For each token the ranks exchange three numbers at most: the largest logit, so that no exponential overflows, then
-    in one sum the normaliser, the label's logit (zero but on the rank that has it), and for smoothing the mean logit.
+    For each token the ranks exchange the largest logit, so that no exponential overflows, and then, in one sum, two
+    numbers: the normaliser and the label's logit (zero but on the rank that has it); with smoothing the mean logit too.
 
     Args:
         logits_Vl: (..., Vl); half precisions are widened to fp32.
