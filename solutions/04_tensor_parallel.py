@@ -471,8 +471,10 @@ show_figure(pictures.draw_nodes(TOKENS, crossing))
 # Without split heads the gradient crosses, whatever the batch. With heads split inside a node, fewer bytes cross, since
 # each rank has half of the gradient to add up. (A ring that first adds up inside each node would send as little,
 # 10.7 MiB, without splitting anything.) With heads split *across* nodes, activations cross, four times a block, and
-# they grow with the tokens: a third of the gradient's bytes at 512 tokens a step, more than them at 2,048, and real
-# steps have thousands of times as many. The claim holds only if the ranks that share heads sit in one node.
+# they grow with the tokens: a third of the gradient's bytes at 512 tokens a step, more than them at 2,048. (Four
+# activations of T × D numbers stand against some 12 D² weights in a dense block. So from about 3 D tokens a step on
+# that one replica works through, activations are more: 24,576 tokens at a width of 8,192, which real steps exceed.)
+# The claim holds only if the ranks that share heads sit in one node.
 
 # %%
 claims_table("04")
