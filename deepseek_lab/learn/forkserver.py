@@ -15,7 +15,13 @@ from typing import Any
 import deepseek_lab
 
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-PRELOAD = ["torch", "torch.distributed", "deepseek_lab.learn.ranks", "torch._dynamo"]  # the last: optimizers want it
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",  # every optimizer wants it
+    "deepseek_lab.learn.ranks",
+    "deepseek_lab.parallel.engine",
+]
 
 busy_teams: set[object] = set()  # the calls whose ranks are alive
 _starting = threading.RLock()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deepseek_lab.plan.memory import STATE_BYTES, zero_state_bytes
+from deepseek_lab.plan import memory
 from deepseek_lab.viz import theme
 
 KINDS = ("parameters", "gradients", "optimizer")
@@ -66,7 +66,8 @@ def draw_whole_weights(axes: Any, spans: Sequence[tuple[str, float, float, float
 
 def draw_memory(axes: Any, parameters_b: float, gpus: int, precision: str) -> None:
     """State of one GPU under every stage, beside the memory of common ones."""
-    sizes = [zero_state_bytes(int(parameters_b * 1e9), gpus, stage, *STATE_BYTES[precision]) for stage in range(4)]
+    n_params, sizes_of = int(parameters_b * 1e9), memory.STATE_BYTES[precision]
+    sizes = [memory.zero_state_bytes(n_params, gpus, stage, *sizes_of) for stage in range(4)]
     for kind, tone in zip(KINDS, theme.TONES, strict=False):
         below = [sum(size[k] for k in KINDS[: KINDS.index(kind)]) / 1e9 for size in sizes]
         axes.barh(range(4), [size[kind] / 1e9 for size in sizes], left=below, color=tone, label=kind, height=0.6)
