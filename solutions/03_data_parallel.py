@@ -87,8 +87,9 @@ for n_ranks in (2, 4):
 
 # %% [markdown]
 # The numbers do not depend on how many ranks share the work: the law of this course. Each sends $2\frac{R-1}{R}$ of the
-# gradient (and some padding). Now let us see *when*. A slow link makes it visible: 20 MB/s, 1 ms for each message of
-# the ring. Time runs to the right; a rank has a row for its own work and one for its network.
+# gradient. Now let us see *when*. A slow link makes it visible: 20 MB/s, and 1 ms for each message of the ring. We take
+# two ranks, so that on a laptop each has a core. Time runs to the right; a rank has a row for its own work and one for
+# its network.
 
 # %%
 slow = Link(latency_s=1e-3, bytes_per_s=20e6)
@@ -116,12 +117,12 @@ def each_by_itself(model, backward, spans):
         collectives.all_reduce(p.grad)
 
 
-steps = {"one message for each gradient": run_ranks(timed_step, 4, each_by_itself, link=slow)}
+steps = {"one message for each gradient": run_ranks(timed_step, 2, each_by_itself, link=slow)}
 show_figure(timeline.draw_timeline(steps["one message for each gradient"], title="one message for each gradient"))
 
 # %% [markdown]
-# Compute ends early; the rest of the step is network, and most of that is *latency*: dozens of slim bars of equal
-# width, each with six messages of 1 ms inside.
+# Compute ends early; the rest of the step is network, and most of that is *latency*: 63 slim bars, each with two
+# messages of 1 ms inside, however few numbers it carries.
 #
 # ## 2 · Fewer, larger messages
 #
@@ -157,7 +158,7 @@ def in_buckets(model, backward, spans, bucket_bytes=BUCKET_BYTES):
     all_reduce_gradients([p.grad for p in model.parameters()], bucket_bytes=bucket_bytes)
 
 
-steps["buckets, after backward"] = run_ranks(timed_step, 4, in_buckets, link=slow)
+steps["buckets, after backward"] = run_ranks(timed_step, 2, in_buckets, link=slow)
 show_figure(timeline.draw_timeline(steps["buckets, after backward"], title="in buckets, after backward"))
 
 # %% [markdown]
@@ -203,7 +204,7 @@ def while_backward_works(model, backward, spans, bucket_bytes=BUCKET_BYTES):
             parameters[i].grad.copy_(total.view_as(parameters[i]))
 
 
-steps["buckets, while backward works"] = run_ranks(timed_step, 4, while_backward_works, link=slow)
+steps["buckets, while backward works"] = run_ranks(timed_step, 2, while_backward_works, link=slow)
 show_figure(timeline.draw_timeline(steps["buckets, while backward works"], title="in buckets, while backward works"))
 
 # %%
@@ -234,9 +235,9 @@ def time_bucket_sizes():
     return seconds
 
 
-by_rank = run_ranks(time_bucket_sizes, 4, link=slow)
+by_rank = run_ranks(time_bucket_sizes, 2, link=slow, timeout=120)
 slowest = {n_bytes: max(seconds[n_bytes] for seconds in by_rank) for n_bytes in by_rank[0]}
-show_figure(draw.draw_bucket_sizes(slowest, latency_bytes=slow.latency_s * slow.bytes_per_s * 4))
+show_figure(draw.draw_bucket_sizes(slowest, latency_bytes=slow.latency_s * slow.bytes_per_s * 2))
 
 # %% [markdown]
 # **Accumulation** is the cheapest way to send less: run several micro-batches, let their gradients add up on each rank,
@@ -274,11 +275,11 @@ from dataclasses import replace
 small = replace(config, num_hidden_layers=2)
 curves = {
     f"{'suspect' if suspect else 'right'}, {n} rank{'s' * (n > 1)}": run_ranks(
-        chapter.train_mixed, n, text_N, small, suspect
+        chapter.train_mixed, n, text_N, small, suspect, timeout=120
     )[0]
     for suspect, n in [(False, 1), (False, 4), (True, 1), (True, 2), (True, 4)]
 }
-show_figure(draw.draw_curves(curves, every=5, title="the same batches, shared by more ranks"))
+show_figure(draw.draw_curves(curves, every=10, title="the same batches, shared by more ranks"))
 
 # %% [markdown]
 # Nothing crashes, and every curve falls. What is wrong with `suspect`? Say it **before** you open the hint.
@@ -385,7 +386,7 @@ for optimizer, name, method, feedback in [
     ("adamw", "top 1%, feedback", "topk", True),
 ]:
     overrides = mine if feedback else mine | {FEEDBACK: without_feedback}
-    options = {"compress": method, "optimizer": optimizer, "overrides": overrides}
+    options = {"compress": method, "optimizer": optimizer, "overrides": overrides, "timeout": 120}
     losses[optimizer, name] = run_ranks(chapter.train, 2, text_N, small, **options)[0]
 show_figure(
     draw.draw_curves(
@@ -432,7 +433,7 @@ for name, n_bytes in sent.items():
 
 # %% [markdown]
 # Does it save *time*? That depends on the link, since compressing takes time, too. An all-reduce of 8 MB on links of 1,
-# 10 and 100 Gbit/s, and on this machine's loopback, which no network is like:
+# 10 and 100 Gbit/s, and on this machine's loopback, which no network is like (two ranks):
 
 
 # %%
@@ -450,7 +451,7 @@ def time_methods(n=2_000_000):
 
 
 links = {f"{gigabits} Gbit/s": Link(20e-6, gigabits * 1e9 / 8) for gigabits in (1, 10, 100)} | {"loopback": None}
-times = {name: run_ranks(time_methods, 4, link=link, overrides=mine)[0] for name, link in links.items()}
+times = {name: run_ranks(time_methods, 2, link=link, overrides=mine, timeout=120)[0] for name, link in links.items()}
 show_figure(draw.draw_link_times(times))
 
 # %% [markdown]

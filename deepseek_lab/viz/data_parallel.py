@@ -19,19 +19,21 @@ def draw_bucket_sizes(seconds: Mapping[int, float], latency_bytes: float) -> Fig
         axes.plot([size / 1e3 for size in sizes], [seconds[size] * 1e3 for size in sizes], "o-")
         axes.axvline(latency_bytes / 1e3, color=theme.INK, linestyle=":", linewidth=1)
         words = "left of this a message\nis mostly latency"
-        axes.annotate(words, (latency_bytes / 1e3, 0.9), (-6, 0), xycoords=("data", "axes fraction"),
+        axes.annotate(words, (latency_bytes / 1e3, 0.25), (-6, 0), xycoords=("data", "axes fraction"),
                       textcoords="offset points", ha="right", va="top", fontsize=8)  # fmt: skip
         axes.set(xscale="log", ylim=(0, None), xlabel="bucket (kB)", ylabel="step (ms)")
-        axes.set_title("a step of four ranks, sent while backward works")
+        axes.set_title("a step, its gradients sent while backward works")
         return fig
 
 
 def draw_curves(curves: Mapping[str, Sequence[float]], *, every: int, title: str) -> Figure:
     """Losses by step, each point the mean of `every` steps."""
     with theme.figure(figsize=(7, 3.2)) as (fig, axes):
-        for (name, values), style in zip(curves.items(), STYLES, strict=False):
+        for n, ((name, values), style) in enumerate(zip(curves.items(), STYLES, strict=False)):
             means = [sum(values[i : i + every]) / every for i in range(0, len(values) - every + 1, every)]
-            axes.plot([every * (i + 1) for i in range(len(means))], means, linestyle=style, label=name)
+            axes.plot(
+                [every * (i + 1) for i in range(len(means))], means, linestyle=style, linewidth=3 - 0.4 * n, label=name
+            )
         axes.set(xlabel="step", ylabel="loss (nats a byte)", title=title)
         axes.legend()
         return fig
@@ -46,12 +48,17 @@ def draw_link_times(times: Mapping[str, Mapping[str, float]]) -> Figure:
             places = np.arange(len(times)) + (n - (len(methods) - 1) / 2) * width
             heights = [by_method[method] * 1e3 for by_method in times.values()]
             bars = axes.bar(
-                places, heights, width * 0.92, label=METHODS[method], hatch=("", "//", "..")[n], edgecolor="w"
+                places,
+                heights,
+                width * 0.92,
+                label=METHODS[method],
+                hatch=("", "//", "..")[n],
+                edgecolor=(1, 1, 1, 0.5),
             )
             axes.bar_label(bars, fmt="%.0f", fontsize=8)
         axes.set_xticks(range(len(times)), list(times))
-        axes.set(ylabel="all-reduce of 8 MB (ms)", title="four ranks: sending, and compressing")
-        axes.legend()
+        axes.set(ylabel="all-reduce of 8 MB (ms)", title="two ranks: sending, and compressing")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
         return fig
 
 

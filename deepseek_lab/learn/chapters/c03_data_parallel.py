@@ -575,17 +575,12 @@ def windows(text_N, step, *, n_rows=8, length=64, rank=0, n_ranks=1):
     return mine[:, :-1], mine[:, 1:]
 
 
-def train(text_N, config, *, compress="none", optimizer="sgd", steps=100, n_rows=8):
+def train(text_N, config, *, compress="none", optimizer="sgd", steps=70, n_rows=8, length=64):
     """Train on the ranks' windows, all gradients in one bucket; returns the mean loss of each step, nats a byte."""
-    rank, n_ranks, length = collectives.rank_in(), collectives.size_of(), 64
+    rank, n_ranks = collectives.rank_in(), collectives.size_of()
     model = DeepSeekModel(config).train()
-    parameters = list(model.parameters())
-    make = {
-        "sgd": lambda: torch.optim.SGD(parameters),
-        "adamw": lambda: torch.optim.AdamW(parameters, betas=(0.9, 0.95)),
-    }
-    peak, clip = {"sgd": (1.0, 0.5), "adamw": (2e-3, 1.0)}[optimizer]
-    update, all_reduce, losses = make[optimizer](), compression.get(compress), []
+    parameters, all_reduce, losses = list(model.parameters()), compression.get(compress), []
+    update = _optimizer(parameters, optimizer)
     for step in range(steps):
         ids_BT, labels_BT = windows(text_N, step, n_rows=n_rows, length=length, rank=rank, n_ranks=n_ranks)
         loss_sum, _ = model.loss_sum(ids_BT, labels_BT)
@@ -597,12 +592,23 @@ def train(text_N, config, *, compress="none", optimizer="sgd", steps=100, n_rows
             flat = all_reduce(torch.cat([p.grad.flatten() for p in parameters]))
             for p, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 p.grad.copy_(total.view_as(p))
-        torch.nn.utils.clip_grad_norm_(parameters, clip)
-        for group in update.param_groups:
-            group["lr"] = peak * min(1, (step + 1) / 10)
-        update.step()
+        _take_step(parameters, update, step)
         losses.append(loss_sum.detach() / (n_rows * length))
     return collectives.all_reduce(torch.stack(losses)).tolist()
+
+
+def _optimizer(parameters, name):
+    if name == "sgd":
+        return torch.optim.SGD([{"params": parameters, "peak": 1.0, "clip": 0.5}], lr=1.0)
+    return torch.optim.AdamW([{"params": parameters, "peak": 2e-3, "clip": 1.0}], betas=(0.9, 0.95))
+
+
+def _take_step(parameters, update, step):
+    """Clip, warm up over ten steps, and update."""
+    (group,) = update.param_groups
+    torch.nn.utils.clip_grad_norm_(parameters, group["clip"])
+    group["lr"] = group["peak"] * min(1, (step + 1) / 10)
+    update.step()
 
 
 def mixed_rows(text_N, step, n_rows=8, length=64):
@@ -614,14 +620,13 @@ def mixed_rows(text_N, step, n_rows=8, length=64):
     return ids_BT, labels_BT
 
 
-def train_mixed(text_N, config, suspect, steps=60):
-    """Train on rows of mixed lengths.  `suspect` is the puzzle 3-bug.  Returns the loss per byte of each step, and
-    at the end those of short and of long rows apart."""
-    rank, n_ranks, n_rows = collectives.rank_in(), collectives.size_of(), 8
+def train_mixed(text_N, config, suspect, steps=60, n_rows=8):
+    """Train on rows of mixed lengths; returns the loss per byte of each step.  `suspect` is the puzzle 3-bug."""
+    rank, n_ranks = collectives.rank_in(), collectives.size_of()
     mine = slice(rank * n_rows // n_ranks, (rank + 1) * n_rows // n_ranks)
     model = DeepSeekModel(config).train()
-    parameters = list(model.parameters())
-    update, losses = torch.optim.SGD(parameters, lr=0.5), []
+    parameters, losses = list(model.parameters()), []
+    update = _optimizer(parameters, "sgd")
     for step in range(steps):
         ids_BT, labels_BT = mixed_rows(text_N, step, n_rows)
         loss_sum, n_valid = model.loss_sum(ids_BT[mine], labels_BT[mine])
@@ -631,7 +636,7 @@ def train_mixed(text_N, config, suspect, steps=60):
         else:
             (loss_sum / collectives.all_reduce(n_valid.clone())).backward()
         data_parallel.all_reduce_gradients([p.grad for p in parameters])
-        update.step()
+        _take_step(parameters, update, step)
         losses.append(data_parallel.global_token_mean(loss_sum.detach(), n_valid).item())
     return losses
 
