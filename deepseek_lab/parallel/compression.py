@@ -38,7 +38,7 @@ def quantize_int8(x_N, block=256):
     wide_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
     x_Mb = F.pad(wide_N, (0, -len(x_N) % block)).view(-1, block)
     scale_M = x_Mb.abs().amax(dim=1) / 127
-    q_Mb = (x_Mb / scale_M[:, None]).round_().nan_to_num_(0).clamp_(-127, 127)  # 0 / 0 is nan
+    q_Mb = (x_Mb / scale_M.where(scale_M > 0, 1)[:, None]).round_()
     return q_Mb.to(torch.int8).flatten()[: len(x_N)], scale_M
 
 

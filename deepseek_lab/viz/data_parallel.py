@@ -17,16 +17,18 @@ def draw_bucket_sizes(seconds: Mapping[int, float], latency_bytes: float) -> Fig
     with theme.figure(figsize=(7, 2.8)) as (fig, axes):
         sizes = sorted(seconds)
         axes.plot([size / 1e3 for size in sizes], [seconds[size] * 1e3 for size in sizes], "o-")
-        axes.axvline(latency_bytes / 1e3, color=theme.INK, linestyle=":", linewidth=1)
-        words = "left of this a message\nis mostly latency"
-        axes.annotate(words, (latency_bytes / 1e3, 0.25), (-6, 0), xycoords=("data", "axes fraction"),
-                      textcoords="offset points", ha="right", va="top", fontsize=8)  # fmt: skip
-        axes.set(xscale="log", ylim=(0, None), xlabel="bucket (kB)", ylabel="step (ms)")
+        words = "a message costs as much latency as bandwidth"
+        axes.axvline(latency_bytes / 1e3, color=theme.INK, linestyle=":", linewidth=1, label=words)
+        top = max(seconds.values()) * 1e3
+        axes.set(xscale="log", ylim=(0, 1.15 * top), xlabel="bucket (kB)", ylabel="step (ms)")
+        axes.legend(loc="lower right")
         axes.set_title("a step, its gradients sent while backward works")
         return fig
 
 
-def draw_curves(curves: Mapping[str, Sequence[float]], *, every: int, title: str) -> Figure:
+def draw_curves(
+    curves: Mapping[str, Sequence[float]], *, every: int, title: str, ylabel: str = "loss (nats a byte)"
+) -> Figure:
     """Losses by step, each point the mean of `every` steps."""
     with theme.figure(figsize=(7, 3.2)) as (fig, axes):
         for n, ((name, values), style) in enumerate(zip(curves.items(), STYLES, strict=False)):
@@ -34,7 +36,7 @@ def draw_curves(curves: Mapping[str, Sequence[float]], *, every: int, title: str
             axes.plot(
                 [every * (i + 1) for i in range(len(means))], means, linestyle=style, linewidth=3 - 0.4 * n, label=name
             )
-        axes.set(xlabel="step", ylabel="loss (nats a byte)", title=title)
+        axes.set(xlabel="step", ylabel=ylabel, title=title)
         axes.legend()
         return fig
 

@@ -620,7 +620,7 @@ def mixed_rows(text_N, step, n_rows=8, length=64):
     return ids_BT, labels_BT
 
 
-def train_mixed(text_N, config, suspect, steps=60, n_rows=8):
+def train_mixed(text_N, config, suspect, steps=80, n_rows=8):
     """Train on rows of mixed lengths; returns the loss per byte of each step.  `suspect` is the puzzle 3-bug."""
     rank, n_ranks = collectives.rank_in(), collectives.size_of()
     mine = slice(rank * n_rows // n_ranks, (rank + 1) * n_rows // n_ranks)
@@ -713,8 +713,8 @@ EXERCISES = (
             "`.view(-1, block)`. The largest magnitude of a row, over 127, is its scale.",
             "q is x over the scale, rounded to the nearest whole number. Cut the padding off again. Scales are in "
             "`torch.promote_types(x_N.dtype, torch.float32)`, so that bf16 does not spoil them.",
-            "In a block of zeros 0 / 0 is nan: `.nan_to_num(0).clamp(-127, 127)` before `.to(torch.int8)` makes it 0. "
-            "Do not do that to x itself: an inf or nan must stay visible, in the scale.",
+            "A block of zeros has scale 0: divide it by 1 instead, `scale_M.where(scale_M > 0, 1)[:, None]`. Leave inf "
+            "and nan in x alone: they make the scale of their block inf or nan, and so everybody sees them.",
         ),
     ),
     Exercise(
