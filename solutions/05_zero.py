@@ -29,7 +29,8 @@ cost_box(
 # shared everything out? How many more bytes would they have to send for that? Write the three answers down.
 #
 # ## 1 · What a rank holds
-#
+
+# %% [markdown]
 # For each parameter, mixed precision with Adam keeps 2 bytes of weight and 2 of gradient in bf16, and 12 of optimizer
 # state in fp32: a master copy of the weight and two moments. That makes 16. ZeRO (Rajbhandari et al., 2019) shares
 # them out over the R data-parallel ranks, in three stages:
@@ -161,7 +162,7 @@ def one_pass(engine):
 
 
 def hold(stage):
-    parallel = ParallelConfig(zero_stage=stage)
+    parallel = ParallelConfig(zero_stage=stage, bucket_mb=2)
     engine = parallelize(CONFIG, build_mesh(parallel, "cpu"), parallel)
     matrices, vectors = engine.optimizer_tensors()
     optimizer = torch.optim.AdamW([*matrices, *vectors])
@@ -205,13 +206,14 @@ for stage, (_, events, numel_P) in held.items():
     print(f"stage {stage}: {sent / (4 * numel_P):.2f} models sent by each rank in a step; {ops}")
 
 # %% [markdown]
-# Stages 1 and 2 cost nothing: 1.5 models, as in plain data parallelism. Stage 3 gathers weights for forward and again
-# for backward: half as much traffic again, says the paper. Here it is a quarter, because half of this small model is
-# embedding and head, gathered once: the gradient of a lookup does not depend on the table, and the head stays.
+# With one pass a step, stages 1 and 2 cost nothing: 1.5 models, as in plain data parallelism. (With several, stage 2
+# must send in each: it has no room to keep whole gradients until the last.) Stage 3 gathers weights for forward and
+# again for backward: half as much traffic again, says the paper. Here it is a quarter, because half of this small model
+# is embedding and head, gathered once: the gradient of a lookup does not depend on the table, and the head stays.
 #
 # ### Find the bug
 #
-# A colleague writes an AdamW of stage 1 and compares it with yours. Same losses, same traffic:
+# A colleague writes an AdamW of stage 1, and compares it with one that is right. Same losses, same traffic:
 
 # %%
 from deepseek_lab.learn.chapters.c05_zero import ShardedOptimizer, SuspectOptimizer, train_flat
@@ -219,12 +221,11 @@ from deepseek_lab.learn.chapters.c05_zero import ShardedOptimizer, SuspectOptimi
 for optimizer_class in (ShardedOptimizer, SuspectOptimizer):
     seen = run_ranks(train_flat, 4, optimizer_class)
     first, *_, last = seen[0]["losses"]
-    print(f"{optimizer_class.__name__:17} loss {first:.4f} to {last:.4f}, sends {seen[0]['events']},")
-    print(f"{'':17} optimizer state on ranks 0 to 3: {[s['optimizer bytes'] for s in seen]} bytes")
+    print(f"{optimizer_class.__name__:16} loss {first:.4f} to {last:.4f}; a step sends {seen[0]['a step sends']}")
 
 # %% [markdown]
-# One of the two shards nothing. A well-known course on this subject has eight tests for its sharded optimizer; code
-# that shards nothing passes seven of them. Here is the suspect. Which line is it?
+# Here is the suspect. What is wrong with it, and what would you have to measure to see it? `train_flat` returns one
+# more figure; look at it **before** you open the hint.
 
 # %%
 import inspect
@@ -241,8 +242,9 @@ hint("5-bug")
 # all-gather makes the layer whole, and right after it the memory is given back. In backward the same again. To hide the
 # all-gather, the *next* layer's weights start on their way while this one computes.
 #
-# One trick makes it work: parameters are *views* of the bucket's memory. `x.untyped_storage().resize_(0)` takes the
-# memory away from under them, and `resize_(n)` brings it back, while all views stay what they are.
+# `gather_weights` starts the all-gather. One trick makes the rest work: parameters are *views* of the bucket's memory.
+# `x.untyped_storage().resize_(0)` takes the memory away from under them, and `resize_(n)` brings it back, while all
+# views stay what they are.
 #
 # ### Exercise 5.5 · `GatheredWeights`  (stretch, 25 minutes)
 
@@ -270,12 +272,12 @@ spans, forward_ends_s, most_bytes, all_bytes = run_ranks(
 with theme.figure(figsize=(7.5, 3)) as (figure, axes):
     draw.draw_whole_weights(axes, spans, forward_ends_s)
 show_figure(figure)
-print(f"whole at the same time: {most_bytes / 2**20:.1f} MiB at most, of {all_bytes / 2**20:.1f} MiB of weights")
+print(f"whole or on their way at once: at most {most_bytes / 2**20:.1f} of {all_bytes / 2**20:.1f} MiB of weights")
 
 # %% [markdown]
 # While one layer is whole, the next is on its way. The head, the last in forward, is the first in backward, so it
-# stays. On this slow link the layers are too small to hide 60 ms behind: each waits for the one before. On NVLink a
-# layer of DeepSeek's size computes far longer than its weights travel.
+# stays. On this slow link an all-gather takes three steps of 20 ms, and the layers are too small to hide 60 ms behind.
+# On NVLink a layer of DeepSeek's size computes far longer than its weights travel.
 #
 # ## 5 · One norm for all
 #
@@ -326,14 +328,14 @@ for n_whole in (1, 2):
 
 # %% [markdown]
 # 99.2% between passes, and the measured 75.0% on our four ranks is the same formula. 98% is what you get *at the peak*,
-# for a model of 128 layers such as the article's, with one or two layers whole. What the claim leaves out: parameters
-# are an eighth of the state. Without sharding the rest, these 99.2% would be 12.4% of all.
+# for a model of 128 layers (which the articles speak of, too), with one or two layers whole. What the claim leaves out:
+# parameters are an eighth of the state. Without sharding the rest, these 99.2% would be 12.4% of all.
 #
 # ## 7 · At scale
 #
-# DeepSeek-V3 was trained with ZeRO-1 only. Its pipeline has 16 stages and its experts are spread over 64 ranks, so
-# that a GPU holds a small part of the model anyway. Why not stage 3? Because every micro-batch would gather the weights
-# again:
+# DeepSeek-V3 was trained with ZeRO-1 only. Its pipeline has 16 stages and its experts are spread over 64 ranks, so that
+# a GPU holds a small part of the model anyway. Why not more? Because a pipeline takes many micro-batches to a step.
+# Stage 2 would add up the gradients of each, and stage 3 gather the weights for each, twice:
 
 # %% tags=["nbval-check-output"]
 n_params, n_ranks, micro_batches = 671e9 / 16, 128, 60  # one of 16 pipeline stages

@@ -198,8 +198,9 @@ class Engine:
     def grad_norm(self) -> Tensor:
         tp = self.mesh.size("tp")
         pieces = list(self._pieces())
-        gradients = [piece.gradient for piece in pieces]
-        copies = [tp if self.layouts[piece.name].dim is None else 1 for piece in pieces]
+        nothing = self.buckets[0].my_gradients_S.new_zeros(1)  # a rank's shares may be all padding
+        gradients = [nothing, *(piece.gradient for piece in pieces)]
+        copies = [1, *(tp if self.layouts[piece.name].dim is None else 1 for piece in pieces)]
         groups = [self.mesh.group("tp")] + ([self.mesh.group("dp")] if self.stage else [])
         return zero.global_grad_norm(gradients, copies, groups)
 
@@ -213,8 +214,8 @@ class Engine:
         return matrices, vectors
 
     def after_step(self) -> None:
-        for bucket in self.buckets:
-            bucket.after_step()
+        for pending in [bucket.after_step() for bucket in self.buckets]:
+            pending.wait()
 
     def _pieces(self) -> Iterator[zero.Piece]:
         for bucket in self.buckets:

@@ -59,10 +59,16 @@ def gather_weights(weights_P: Tensor, my_weights_S: Tensor, group: dist.ProcessG
 def global_grad_norm(gradients: list[Tensor], copies: list[int], groups: list[dist.ProcessGroup | None]) -> Tensor:
     """The norm of the gradient of all parameters, each counted once; the same number on every rank.
 
+    On a grid of 2 x 2 ranks, say, with groups of tp and of dp: of a matrix that both axes cut, every rank holds another
+    part (1 copy); of a norm weight that only dp cuts, the two ranks of a tp group hold the same part (2 copies).
+
     Args:
-        gradients: what this rank holds.
-        copies: how many ranks of `groups` hold the same numbers as this one, for each gradient.
-        groups: the axes over which ranks hold different numbers.
+        gradients: what this rank holds, one tensor or more.
+        copies: for each gradient, on how many of all these ranks the same numbers are.
+        groups: the axes of the grid along which to add up; none if this rank holds everything.
+
+    Returns:
+        A scalar tensor in the dtype of the gradients.
     """
     squares = torch.stack([torch.linalg.vector_norm(gradient) ** 2 for gradient in gradients])
     square = (squares / torch.tensor(copies, dtype=squares.dtype, device=squares.device)).sum()
@@ -74,7 +80,9 @@ def global_grad_norm(gradients: list[Tensor], copies: list[int], groups: list[di
 class GatheredWeights:
     """The whole weights of a bucket, which exist only while they are used (stage 3).
 
-    The memory behind `weights_P` comes and goes; views of it, such as the parameters, stay valid.
+    The memory behind `weights_P` comes and goes; views of it, such as the parameters, stay valid.  It is there from the
+    beginning, so that parameters can be made views of it, until the first `free()`.  `weights_P` and `my_weights_S`
+    stay readable under these names.
     """
 
     def __init__(self, weights_P: Tensor, my_weights_S: Tensor, group: dist.ProcessGroup | None):
@@ -210,14 +218,15 @@ class Bucket:
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def after_step(self) -> None:
-        """Take what the optimizer wrote into the weights that the model reads."""
+    def after_step(self) -> collectives.Pending:
+        """Start to take what the optimizer wrote into the weights that the model reads."""
         if self.master_S is not self.my_weights_S:
             self.my_weights_S.copy_(self.master_S)
             for piece in self.pieces:
                 piece.tensor.grad = None
         if self.stage in (1, 2):
-            gather_weights(self.weights_P, self.my_weights_S.clone(), self.group).wait()
+            return gather_weights(self.weights_P, self.my_weights_S.clone(), self.group)
+        return collectives.Pending(self.weights_P)
 
     def whole(self, my_flat_S: Tensor) -> Tensor:
         """All ranks' shares of something laid out like this bucket."""

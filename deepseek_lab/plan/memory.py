@@ -51,8 +51,11 @@ def zero_state_bytes(
 ) -> dict[str, int]:
     """Bytes of model state that one of `n_ranks` data-parallel ranks holds under ZeRO stage 0, 1, 2 or 3.
 
-    Stage 1 shares out the optimizer's state, stage 2 gradients as well, stage 3 parameters as well.  A share is rounded
-    up: parameters lie in a flat buffer, padded until the ranks divide it.  The defaults are mixed precision with Adam.
+    Stage 1 shares out the optimizer's state, stage 2 gradients as well, stage 3 parameters as well.  A share is a whole
+    number of parameters, rounded up; what is held whole counts `n_params`.  The defaults are mixed precision with Adam.
+
+    Returns:
+        {"parameters": bytes, "gradients": bytes, "optimizer": bytes}
 
     Raises:
         ValueError: for another stage.

@@ -54,9 +54,9 @@ def run(config: RunConfig, out: Path, *, resume: bool = False, mine: bool = Fals
         rows_per_epoch(tokens["train"], config.data.seq_len)
         mesh = build_mesh(config.parallel, accelerator.device.type)
         collectives.set_algorithm(config.parallel.collectives)
+        trainer = Trainer(config, tokens, mesh, accelerator.device, out)
     except (ValueError, OSError, RuntimeError) as error:
         return refuse(error)
-    trainer = Trainer(config, tokens, mesh, accelerator.device, out)
     if resume:
         try:
             refused = trainer.resume()

@@ -17,7 +17,7 @@ def draw_cuts(axes: Any, numels: Sequence[int], n_ranks: int) -> None:
     offset = 0
     for i, numel in enumerate(numels):
         axes.barh(0, numel, left=offset, height=0.5, color=theme.TONES[i % 6], edgecolor="white", linewidth=0.5)
-        axes.text(offset + numel / 2, 0, f"{i}", ha="center", va="center", color="white", fontsize=9)
+        axes.text(offset + min(numel, 4) / 2, 0, f"{i}", ha="center", va="center", color="white", fontsize=9)
         offset += numel
     padding = share * n_ranks - total
     if padding:
@@ -73,11 +73,11 @@ def draw_memory(axes: Any, parameters_b: float, gpus: int, precision: str) -> No
         axes.barh(range(4), [size[kind] / 1e9 for size in sizes], left=below, color=tone, label=kind, height=0.6)
     for stage, size in enumerate(sizes):
         axes.text(sum(size.values()) / 1e9, stage, f" {sum(size.values()) / 1e9:,.1f} GB", va="center", fontsize=9)
-    for memory_gb, name in ((80, "80 GB"), (141, "141 GB")):
+    for memory_gb, name in ((80, "H100: 80 GB"), (141, "H200: 141 GB")):
         axes.axvline(memory_gb, color=theme.INK, linewidth=1, linestyle=":")
         axes.text(memory_gb, -0.62, name, ha="center", va="bottom", fontsize=8)
     axes.set_yticks(range(4), [f"stage {stage}" for stage in range(4)])
     axes.set_xlim(0, max(sum(sizes[0].values()) / 1e9 * 1.2, 160))
     axes.invert_yaxis()
     axes.set_xlabel("state of one GPU (GB), activations not counted")
-    axes.legend(loc="lower right")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))

@@ -37,6 +37,23 @@ def takes_any_stage(n_params, n_ranks, stage, param_bytes=2, grad_bytes=2, optim
     return _state()(n_params, n_ranks, min(stage, 3), param_bytes, grad_bytes, optim_bytes)
 
 
+def one_kind_only(n_params, n_ranks, stage, param_bytes=2, grad_bytes=2, optim_bytes=12):
+    if stage not in (0, 1, 2, 3):
+        raise ValueError("no such stage")
+    share, sizes = (
+        math.ceil(n_params / n_ranks),
+        {"parameters": param_bytes, "gradients": grad_bytes, "optimizer": optim_bytes},
+    )
+    return {
+        k: b * (share if {"optimizer": 1, "gradients": 2, "parameters": 3}[k] == stage else n_params)
+        for k, b in sizes.items()
+    }
+
+
+def sizes_built_in(n_params, n_ranks, stage, param_bytes=2, grad_bytes=2, optim_bytes=12):
+    return _state()(n_params, n_ranks, stage, 2, 2, 12)
+
+
 # 5.2 ----------------------------------------------------------------------------------------------------------
 
 
@@ -70,6 +87,20 @@ def inclusive(numel, rank, n_ranks):
 def always_pads(numel, rank, n_ranks):
     size = numel // n_ranks + 1
     return rank * size, (rank + 1) * size
+
+
+def last_takes_the_rest(numel, rank, n_ranks):
+    return rank * (numel // n_ranks), numel if rank == n_ranks - 1 else (rank + 1) * (numel // n_ranks)
+
+
+def like_array_split(numel, rank, n_ranks):
+    size, more = divmod(numel, n_ranks)
+    return rank * size + min(rank, more), (rank + 1) * size + min(rank + 1, more)
+
+
+def as_floats(numel, rank, n_ranks):
+    start, stop = zero.shard_range(numel, rank, n_ranks)
+    return float(start), float(stop)
 
 
 # 5.3 ----------------------------------------------------------------------------------------------------------
@@ -134,6 +165,18 @@ def misses_what_lies_across(i, numel, offset, start, stop):
 
 
 @_cut
+def touching(i, numel, offset, start, stop):
+    first, last = _bounds(numel, offset, start, stop)
+    return (i, first, last) if first <= last else None
+
+
+def uses_up_its_input(numels, start, stop):
+    parts = zero.cut(list(numels), start, stop)
+    numels.clear()
+    return parts
+
+
+@_cut
 def only_beginnings(i, numel, offset, start, stop):
     first, last = _bounds(numel, offset, start, stop)
     return (i, first, last) if first < last and first == 0 else None
@@ -171,6 +214,32 @@ def waits(gradient_P, stage, group):
 
 def returns_the_tensor(gradient_P, stage, group):
     return (collectives.reduce_scatter if stage else collectives.all_reduce)(gradient_P, group)
+
+
+def lazy(gradient_P, stage, group):
+    class Later:
+        def wait(self):
+            return (collectives.reduce_scatter if stage else collectives.all_reduce)(gradient_P, group)
+
+    return Later()
+
+
+def widened(gradient_P, stage, group):
+    start = collectives.start_reduce_scatter if stage else collectives.start_all_reduce
+    return start(gradient_P.double(), group)
+
+
+def into_the_gradient(gradient_P, stage, group):
+    if stage == 0:
+        return collectives.start_all_reduce(gradient_P, group)
+    pending = collectives.start_reduce_scatter(gradient_P, group)
+    start, stop = zero.shard_range(len(gradient_P), collectives.rank_in(group), collectives.size_of(group))
+
+    class Within:
+        def wait(self):
+            return gradient_P[start:stop].copy_(pending.wait())
+
+    return Within()
 
 
 def averages(gradient_P, stage, group):
@@ -265,11 +334,78 @@ class KeepsAnOldCopy(zero.GatheredWeights):
 
 class FreesUnderWay(zero.GatheredWeights):
     def free(self):
-        pending, self.pending = self.pending, None
-        self.here = False
+        self.pending, self.here = None, False
         self.weights_P.untyped_storage().resize_(0)
-        if pending is not None:
-            self.here = True
+
+
+class FreesAtOnce(zero.GatheredWeights):
+    def __init__(self, weights_P, my_weights_S, group):
+        super().__init__(weights_P, my_weights_S, group)
+        self.free()
+
+
+class IgnoresTheGroup(zero.GatheredWeights):
+    def __init__(self, weights_P, my_weights_S, group):
+        super().__init__(weights_P, my_weights_S, None)
+
+    def start(self):
+        if not self.here and self.pending is None:
+            self.weights_P.untyped_storage().resize_(self.weights_P.nbytes)
+            whole = torch.empty(len(self.my_weights_S) * collectives.size_of(), dtype=torch.float64)
+            self.pending = collectives.start_all_gather(self.my_weights_S, None, out=whole)
+
+    def gather(self):
+        self.start()
+        if self.pending is not None:
+            self.weights_P.copy_(self.pending.wait()[: len(self.weights_P)])
+        self.pending, self.here = None, True
+
+
+class KeepsACopy(zero.GatheredWeights):
+    def gather(self):
+        super().gather()
+        self.kept = self.weights_P.clone()
+
+
+class WritesBack(zero.GatheredWeights):
+    def free(self):
+        if self.here and self.weights_P.untyped_storage().nbytes() and hasattr(self, "used"):
+            start = collectives.rank_in(self.group) * len(self.my_weights_S)
+            self.my_weights_S.copy_(self.weights_P[start : start + len(self.my_weights_S)])
+        self.used = True
+        super().free()
+
+
+class NeverFreesWhatWasStarted(zero.GatheredWeights):
+    def free(self):
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending, self.here = None, True
+            return
+        super().free()
+
+
+class WaitsAgain(zero.GatheredWeights):
+    last = None
+
+    def gather(self):
+        self.start()
+        self.last = self.pending or self.last
+        if self.last is not None:
+            self.last.wait()
+        self.pending, self.here = None, True
+
+
+class Renamed(zero.GatheredWeights):
+    def __init__(self, weights_P, my_weights_S, group):
+        self.whole = weights_P
+
+
+class CountsNumbers(zero.GatheredWeights):
+    def start(self):
+        if not self.here and self.pending is None:
+            self.weights_P.untyped_storage().resize_(self.weights_P.numel())
+            self.pending = zero.gather_weights(self.weights_P, self.my_weights_S, self.group)
 
 
 class AllReducesInstead(zero.GatheredWeights):
@@ -300,6 +436,34 @@ def adds_norms(gradients, copies, groups):
     for group in groups:
         collectives.all_reduce(norm, group)
     return norm
+
+
+def adds_norms_of_single_gradients(gradients, copies, groups):
+    norm = sum(torch.linalg.vector_norm(g) / c for g, c in zip(gradients, copies, strict=True))
+    for group in groups:
+        collectives.all_reduce(norm, group)
+    return norm
+
+
+def largest(gradients, copies, groups):
+    square = _norm(reduce=False, finish=lambda s: s)(gradients, copies, groups)
+    for group in groups:
+        collectives.all_reduce(square, group, op="max")
+    return square.sqrt()
+
+
+def as_a_float(gradients, copies, groups):
+    return _norm()(gradients, copies, groups).item()
+
+
+def a_message_each(gradients, copies, groups):
+    total = 0.0
+    for gradient, c in zip(gradients, copies, strict=True):
+        square = torch.linalg.vector_norm(gradient) ** 2 / c
+        for group in groups:
+            collectives.all_reduce(square, group)
+        total = total + square
+    return total.sqrt()
 
 
 def means(gradients, copies, groups):
@@ -346,10 +510,15 @@ WRONG = [
     Wrong("5.1", _state(share=lambda n, R: n // R), "the padding is forgotten: shares are rounded down"),
     Wrong("5.1", _state(share=lambda n, R: n / R), "shares are not rounded to whole numbers"),
     Wrong("5.1", rounds_bytes_up, "bytes are rounded up, not numbers"),
+    Wrong("5.1", one_kind_only, "each stage shards one kind only"),
+    Wrong("5.1", sizes_built_in, "2 + 2 + 12 bytes are built in"),
     Wrong("5.1", takes_any_stage, "a stage that does not exist is accepted"),
     Wrong("5.2", floor_share, "rounded down: the last numbers belong to nobody"),
     Wrong("5.2", short_last, "the last share is shorter: collectives need equal ones"),
     Wrong("5.2", balanced, "shares differ by one: collectives need equal ones"),
+    Wrong("5.2", last_takes_the_rest, "the last rank takes the rest: collectives need equal shares"),
+    Wrong("5.2", like_array_split, "the first ranks take one more: collectives need equal shares"),
+    Wrong("5.2", as_floats, "floats, not integers"),
     Wrong("5.2", everything, "every rank gets everything"),
     Wrong("5.2", start_and_length, "it returns start and length"),
     Wrong("5.2", inclusive, "the end is one too early: ranges stop before `stop`"),
@@ -361,12 +530,17 @@ WRONG = [
     Wrong("5.3", lengths, "start and length, not start and end"),
     Wrong("5.3", empty_parts, "parameters outside the share come as empty parts"),
     Wrong("5.3", misses_what_lies_across, "a parameter that lies across the whole share is missed"),
+    Wrong("5.3", touching, "parameters that only touch the share come as empty parts"),
+    Wrong("5.3", uses_up_its_input, "it uses up its input"),
     Wrong("5.3", only_beginnings, "only parameters that begin in the share are seen"),
     Wrong("5.4", always_all_reduce, "stage 1 gets the whole sum on every rank: nothing is shared out"),
     Wrong("5.4", always_reduce_scatter, "a share in stage 0, where every rank needs the whole sum"),
     Wrong("5.4", all_reduce_and_slice, "an all-reduce and a slice: right numbers, twice the traffic"),
     Wrong("5.4", waits, "it waits: nothing can overlap with backward"),
     Wrong("5.4", returns_the_tensor, "it does not return a Pending"),
+    Wrong("5.4", lazy, "nothing is started"),
+    Wrong("5.4", widened, "more bytes than needed"),
+    Wrong("5.4", into_the_gradient, "a view of the whole gradient"),
     Wrong("5.4", averages, "a mean, not a sum: the loss was divided by the tokens of all ranks already"),
     Wrong("5.4", adds_nothing, "nothing was added up"),
     Wrong("5.4", everywhere, "it ignores the group"),
@@ -379,10 +553,22 @@ WRONG = [
     Wrong("5.5", IgnoresWhatWasStarted, "gather() does not use what start() began"),
     Wrong("5.5", KeepsAnOldCopy, "an old copy is kept"),
     Wrong("5.5", FreesUnderWay, "memory is taken away under a running collective"),
+    Wrong("5.5", FreesAtOnce, "memory is freed before anybody asks"),
+    Wrong("5.5", IgnoresTheGroup),
+    Wrong("5.5", KeepsACopy, "a hidden copy is kept"),
+    Wrong("5.5", WritesBack, "free() writes old weights back over the share"),
+    Wrong("5.5", NeverFreesWhatWasStarted, "what was only started is never freed"),
+    Wrong("5.5", WaitsAgain, "a Pending is waited for once"),
+    Wrong("5.5", Renamed, "`weights_P` was renamed"),
+    Wrong("5.5", CountsNumbers, "memory is counted in numbers, not in bytes"),
     Wrong("5.5", AllReducesInstead, "more traffic than one all-gather"),
     Wrong("5.6", _norm(lambda square, copies: square), "copies are counted once per rank"),
     Wrong("5.6", _norm(lambda square, copies: square, reduce=False), "every rank has a norm of its own"),
     Wrong("5.6", _norm(reduce=False), "every rank has a norm of its own, copies divided"),
+    Wrong("5.6", adds_norms_of_single_gradients, "norms of single gradients are added, not squares"),
+    Wrong("5.6", largest, "the largest of the ranks, not their sum"),
+    Wrong("5.6", as_a_float),
+    Wrong("5.6", a_message_each, "one message for every gradient"),
     Wrong("5.6", adds_norms, "norms are added, not squares"),
     Wrong("5.6", _norm(finish=lambda square: square), "the root is missing"),
     Wrong("5.6", _norm(lambda square, copies: square / copies**2), "the norm is divided by the copies, not the square"),
