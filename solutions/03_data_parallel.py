@@ -377,12 +377,9 @@ def without_feedback(x_N, residual_N, compress, decompress):
     return compress(x_N)
 
 
-FEEDBACK = "deepseek_lab.parallel.compression.with_error_feedback"
-mine = {
-    "deepseek_lab.parallel.compression.quantize_int8": quantize_int8,
-    "deepseek_lab.parallel.compression.top_k": top_k,
-    FEEDBACK: with_error_feedback,
-}
+SLOTS = "deepseek_lab.parallel.compression."
+mine = {SLOTS + f.__name__: functools.partial(f) for f in (quantize_int8, top_k, with_error_feedback)}
+forgets = mine | {SLOTS + "with_error_feedback": without_feedback}
 losses = {}
 for optimizer, name, method, feedback in [
     ("sgd", "fp32", "none", True),
@@ -394,8 +391,7 @@ for optimizer, name, method, feedback in [
     ("adamw", "top 1%, forgets", "topk", False),
     ("adamw", "top 1%, feedback", "topk", True),
 ]:
-    overrides = mine if feedback else mine | {FEEDBACK: without_feedback}
-    options = {"compress": method, "optimizer": optimizer, "overrides": overrides, "timeout": 120}
+    options = {"compress": method, "optimizer": optimizer, "overrides": mine if feedback else forgets, "timeout": 120}
     losses[optimizer, name] = run_ranks(chapter.train, 2, text_N, small, **options)[0]
 show_figure(
     draw.draw_curves(
