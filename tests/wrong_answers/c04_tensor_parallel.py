@@ -79,6 +79,11 @@ def all_of_them(w, dim, rank, size):
     return torch.stack(w.chunk(size, dim))
 
 
+def in_fp32(w, dim, rank, size):
+    _whole(w, dim, size)
+    return w.float().chunk(size, dim)[rank].clone(memory_format=torch.contiguous_format)
+
+
 # 4.2 ----------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +180,34 @@ def column_in_fp32(x, w_FlD, group=None, sequence_parallel=False):
     return _good_column(x.float(), w_FlD.float(), group, sequence_parallel).to(x.dtype)
 
 
+def by_a_hook(x, w_FlD, group=None, sequence_parallel=False):
+    if sequence_parallel:
+        x = gather_sequence(x, group)
+    elif x.requires_grad:
+        x.register_hook(lambda g: collectives.all_reduce(g.clone().contiguous(), group))
+    return F.linear(x, w_FlD)
+
+
+def gathers_the_world(x, w_FlD, group=None, sequence_parallel=False):
+    return F.linear(gather_sequence(x) if sequence_parallel else copy_to_group(x, group), w_FlD)
+
+
+def detaches_w(x, w_FlD, group=None, sequence_parallel=False):
+    return _good_column(x, w_FlD.detach(), group, sequence_parallel)
+
+
+def g_at_the_entrance(x, w_FlD, group=None, sequence_parallel=False):
+    return F.linear(gather_sequence(x, group) if sequence_parallel else reduce_from_group(x, group), w_FlD)
+
+
+def not_transposed(x, w_FlD, group=None, sequence_parallel=False):
+    return (gather_sequence if sequence_parallel else copy_to_group)(x, group) @ w_FlD
+
+
+def scatters_x(x, w_FlD, group=None, sequence_parallel=False):
+    return F.linear((scatter_sequence if sequence_parallel else copy_to_group)(x, group), w_FlD)
+
+
 # 4.3 ----------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +284,47 @@ row_of_the_world = _world(_good_row)
 
 def row_in_fp32(x_Fl, w_DFl, group=None, sequence_parallel=False):
     return _good_row(x_Fl.float(), w_DFl.float(), group, sequence_parallel).to(x_Fl.dtype)
+
+
+def _sum_in_place(y, group, sequence_parallel):
+    return scatter_sequence(y, group) if sequence_parallel else collectives.all_reduce(y.contiguous(), group)
+
+
+def sums_in_place(x_Fl, w_DFl, group=None, sequence_parallel=False):
+    return _sum_in_place(F.linear(x_Fl, w_DFl), group, sequence_parallel)
+
+
+def scatters_over_the_world(x_Fl, w_DFl, group=None, sequence_parallel=False):
+    return _leave(F.linear(x_Fl, w_DFl), None if sequence_parallel else group, sequence_parallel)
+
+
+def slices_in_a_group(x_Fl, w_DFl, group=None, sequence_parallel=False):
+    y = F.linear(x_Fl, w_DFl)
+    if sequence_parallel and group is not None:
+        return reduce_from_group(y, group).chunk(size_of(group), 1)[rank_in(group)]
+    return _leave(y, group, sequence_parallel)
+
+
+def f_and_then_g(x_Fl, w_DFl, group=None, sequence_parallel=False):
+    return _good_row(copy_to_group(x_Fl, group), w_DFl, group, sequence_parallel)
+
+
+def sums_in_fp32(x_Fl, w_DFl, group=None, sequence_parallel=False):
+    y = F.linear(x_Fl, w_DFl)
+    wide = y.to(torch.promote_types(y.dtype, torch.float32))
+    return _leave(wide, group, sequence_parallel).to(y.dtype)
+
+
+def row_not_transposed(x_Fl, w_DFl, group=None, sequence_parallel=False):
+    return _leave(x_Fl @ w_DFl, group, sequence_parallel)
+
+
+def gathers_y_pieces(x_Fl, w_DFl, group=None, sequence_parallel=False):
+    return (gather_sequence if sequence_parallel else reduce_from_group)(F.linear(x_Fl, w_DFl), group)
+
+
+def row_detaches_w(x_Fl, w_DFl, group=None, sequence_parallel=False):
+    return _good_row(x_Fl, w_DFl.detach(), group, sequence_parallel)
 
 
 # 4.4 ----------------------------------------------------------------------------------------------------------
@@ -339,6 +413,29 @@ def _good_embedding(ids_BT, w_VlD, group=None, sequence_parallel=False):
 
 embedding_of_the_world = _world(_good_embedding)
 
+
+def embedding_in_place(ids_BT, w_VlD, group=None, sequence_parallel=False):
+    rows, mine = _lookup(ids_BT, w_VlD, group)
+    return _sum_in_place(rows.masked_fill(~mine[..., None], 0.0), group, sequence_parallel)
+
+
+def embedding_over_the_world(ids_BT, w_VlD, group=None, sequence_parallel=False):
+    rows, mine = _lookup(ids_BT, w_VlD, group)
+    return _leave(rows.masked_fill(~mine[..., None], 0.0), None if sequence_parallel else group, sequence_parallel)
+
+
+def overwrites_ids(ids_BT, w_VlD, group=None, sequence_parallel=False):
+    y = _good_embedding(ids_BT, w_VlD, group, sequence_parallel)
+    ids_BT -= rank_in(group) * len(w_VlD)
+    return y
+
+
+def loses_the_first(ids_BT, w_VlD, group=None, sequence_parallel=False):
+    rows, mine = _lookup(ids_BT, w_VlD, group)
+    mine &= ids_BT > rank_in(group) * len(w_VlD)
+    return _leave(rows.masked_fill(~mine[..., None], 0.0), group, sequence_parallel)
+
+
 # 4.5 ----------------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +452,11 @@ def _cross_entropy(
     ignore=True,
     widen=True,
     narrow=None,
+    largest_of=lambda top, group: collectives.all_reduce(top, group, op="max"),
+    label_shifted=True,
+    mean_summed=True,
+    always_mean=False,
+    smoothing=lambda picked, mean, eps, n_classes: (1 - eps) * picked + eps * mean,
 ):
     """The package's function with one thing changed."""
 
@@ -367,24 +469,24 @@ def _cross_entropy(
         if top:
             largest = logits_Vl.amax(-1)
             largest = largest.detach() if detach else largest
-            shifted = (
-                logits_Vl - (collectives.all_reduce(largest, group, op="max") if shared_top else largest)[..., None]
-            )
+            shifted = logits_Vl - (largest_of(largest, group) if shared_top else largest)[..., None]
         else:
             shifted = logits_Vl
         local = labels - rank * V_l
         mine = (local >= 0) & (local < V_l)
-        picked = shifted.gather(-1, local.where(mine, 0)[..., None]).squeeze(-1)
+        chosen = shifted if label_shifted else logits_Vl
+        picked = chosen.gather(-1, local.where(mine, 0)[..., None]).squeeze(-1)
         picked = picked.where(mine, 0) if mask else picked
         parts = [shifted.exp().sum(-1), picked]
-        if label_smoothing:
-            parts.append(shifted.mean(-1) / (n if classes is None else classes))
+        my_mean = shifted.mean(-1) / (n if classes is None else classes)
+        if always_mean or (label_smoothing and mean_summed):
+            parts.append(my_mean)
         if one_message:
             total, picked, *mean = combine(torch.stack(parts), group)
         else:
             total, picked, *mean = (combine(part, group) for part in parts)
         if label_smoothing:
-            picked = (1 - label_smoothing) * picked + label_smoothing * mean[0]
+            picked = smoothing(picked, mean[0] if mean else my_mean, label_smoothing, n * V_l)
         valid = labels != -100
         losses = total.log() - picked
         return losses.where(valid, 0).sum() if ignore else losses.sum(), valid.sum()
@@ -419,6 +521,22 @@ normaliser_unseen = _cross_entropy("normaliser_unseen", combine=_SumUnseen.apply
 loss_of_the_world = _cross_entropy("loss_of_the_world", combine=lambda x, group: reduce_from_group(x, None))
 loss_in_fp32 = _cross_entropy("loss_in_fp32", narrow=torch.float32)
 stays_bf16 = _cross_entropy("stays_bf16", widen=False)
+label_not_shifted = _cross_entropy("label_not_shifted", label_shifted=False)
+mean_stays_here = _cross_entropy("mean_stays_here", mean_summed=False)
+three_numbers = _cross_entropy("three_numbers", always_mean=True)
+other_classes = _cross_entropy(
+    "other_classes",
+    smoothing=lambda picked, mean, eps, n: (1 - eps) * picked + eps * (n * mean - picked) / (n - 1),
+)
+loss_in_place = _cross_entropy("loss_in_place", combine=lambda x, group: collectives.all_reduce(x, group))
+largest_of_the_world = _cross_entropy(
+    "largest_of_the_world", largest_of=lambda top, _: collectives.all_reduce(top, None, op="max")
+)
+one_largest = _cross_entropy(
+    "one_largest",
+    largest_of=lambda top, group: collectives.all_reduce(top.max(), group, op="max").expand_as(top),
+)
+largest_summed = _cross_entropy("largest_summed", largest_of=lambda top, group: collectives.all_reduce(top, group))
 _good_loss = _cross_entropy("good_loss")
 
 
@@ -455,6 +573,38 @@ def mean_loss(logits_Vl, labels, group=None, label_smoothing=0.0):
 def counts_all(logits_Vl, labels, group=None, label_smoothing=0.0):
     loss_sum, _ = _good_loss(logits_Vl, labels, group, label_smoothing)
     return loss_sum, torch.tensor(labels.numel())
+
+
+def counts_its_own(logits_Vl, labels, group=None, label_smoothing=0.0):
+    loss_sum, _ = _good_loss(logits_Vl, labels, group, label_smoothing)
+    V_l = logits_Vl.shape[-1]
+    local = labels - rank_in(group) * V_l
+    return loss_sum, ((local >= 0) & (local < V_l)).sum()
+
+
+def counts_five(logits_Vl, labels, group=None, label_smoothing=0.0):
+    return _good_loss(logits_Vl, labels, group, label_smoothing)[0], torch.tensor(5)
+
+
+def counts_an_int(logits_Vl, labels, group=None, label_smoothing=0.0):
+    loss_sum, n_valid = _good_loss(logits_Vl, labels, group, label_smoothing)
+    return loss_sum, int(n_valid)
+
+
+def gathers_to_smooth(logits_Vl, labels, group=None, label_smoothing=0.0):
+    return (gathers_logits if label_smoothing else _good_loss)(logits_Vl, labels, group, label_smoothing)
+
+
+def widens_bf16_only(logits_Vl, labels, group=None, label_smoothing=0.0):
+    if logits_Vl.dtype == torch.bfloat16:
+        logits_Vl = logits_Vl.float()
+    return stays_bf16(logits_Vl, labels, group, label_smoothing)
+
+
+def overwrites_labels(logits_Vl, labels, group=None, label_smoothing=0.0):
+    answer = _good_loss(logits_Vl, labels, group, label_smoothing)
+    labels[labels == -100] = 0
+    return answer
 
 
 def no_smoothing(logits_Vl, labels, group=None, label_smoothing=0.0):
@@ -518,6 +668,20 @@ WholeWorld = _pair(
 ForgetsTheGroup = _pair("ForgetsTheGroup", nones=0)
 InFp32 = _pair("InFp32", backward=lambda g, group: reduce_scatter_sequence(g.float(), group))
 PastTheDoor = _pair("PastTheDoor", backward=_no_door)
+Swapped = _pair("Swapped", forward=reduce_scatter_sequence, backward=all_gather_sequence)
+BackwardOverTheWorld = _pair("BackwardOverTheWorld", backward=lambda g, _: reduce_scatter_sequence(g, None))
+
+
+class KeepsX(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        ctx.save_for_backward(x)
+        return all_gather_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_sequence(grad, ctx.group), None
 
 
 WRONG = [
@@ -531,6 +695,7 @@ WRONG = [
     Wrong("4.1", remainder_cut, "a remainder is let pass"),
     Wrong("4.1", by_assert, "AssertionError, not ValueError"),
     Wrong("4.1", silent_error, "an error that says nothing"),
+    Wrong("4.1", in_fp32, "the dtype is lost"),
     Wrong("4.2", no_f, "nothing is summed in backward"),
     Wrong("4.2", g_not_f, "g, not f: it sums in forward"),
     Wrong("4.2", f_at_the_exit, "f at the exit, not at the entrance"),
@@ -544,6 +709,12 @@ WRONG = [
     Wrong("4.2", column_of_the_world, "it ignores the group"),
     Wrong("4.2", past_the_door, "it goes past our own door"),
     Wrong("4.2", column_in_fp32, "fp64 is lost on the way"),
+    Wrong("4.2", by_a_hook, "what x gets elsewhere is summed, too"),
+    Wrong("4.2", gathers_the_world, "with sequence_parallel it ignores the group"),
+    Wrong("4.2", detaches_w, "w is cut off from autograd"),
+    Wrong("4.2", g_at_the_entrance, "g at the entrance, not f: x is summed in forward"),
+    Wrong("4.2", not_transposed, "w is not transposed"),
+    Wrong("4.2", scatters_x, "scatter_sequence where gather_sequence belongs"),
     Wrong("4.3", partial_product, "no sum: every rank returns its partial product"),
     Wrong("4.3", mean_of_products, "a mean, not a sum"),
     Wrong("4.3", unseen_sum, "autograd does not see the communication"),
@@ -557,6 +728,14 @@ WRONG = [
     Wrong("4.3", scatters_the_batch, "the batch is split, not the sequence"),
     Wrong("4.3", row_of_the_world, "it ignores the group"),
     Wrong("4.3", row_in_fp32, "fp64 is lost on the way"),
+    Wrong("4.3", sums_in_place, "autograd does not see the sum"),
+    Wrong("4.3", scatters_over_the_world, "with sequence_parallel it ignores the group"),
+    Wrong("4.3", slices_in_a_group, "in a group, the gradients of the other pieces never arrive"),
+    Wrong("4.3", f_and_then_g, "f at the entrance, too: gradients of different slices are summed"),
+    Wrong("4.3", sums_in_fp32, "bf16 travels as fp32: twice the bytes"),
+    Wrong("4.3", row_not_transposed, "w is not transposed"),
+    Wrong("4.3", gathers_y_pieces, "gather_sequence where scatter_sequence belongs"),
+    Wrong("4.3", row_detaches_w, "w is cut off from autograd"),
     Wrong("4.4", nothing_left_out, "tokens of other ranks are not left out"),
     Wrong("4.4", own_rows_only, "no sum: every rank returns its own rows only"),
     Wrong("4.4", dealt_out, "rows dealt out in turn, not in bands"),
@@ -569,6 +748,10 @@ WRONG = [
     Wrong("4.4", embedding_no_sequence, "sequence_parallel is ignored"),
     Wrong("4.4", embedding_slices, "the gradients of the other pieces never arrive"),
     Wrong("4.4", embedding_of_the_world, "it ignores the group"),
+    Wrong("4.4", embedding_in_place, "autograd does not see the sum"),
+    Wrong("4.4", embedding_over_the_world, "with sequence_parallel it ignores the group"),
+    Wrong("4.4", overwrites_ids, "ids is overwritten"),
+    Wrong("4.4", loses_the_first, "the first token of every band is lost"),
     Wrong("4.5", gathers_logits, "the logits travel"),
     Wrong("4.5", own_softmax, "each rank's own softmax: the normaliser is not summed"),
     Wrong("4.5", own_largest, "each rank takes off its own largest logit"),
@@ -588,6 +771,20 @@ WRONG = [
     Wrong("4.5", loss_of_the_world, "it ignores the group"),
     Wrong("4.5", loss_in_fp32, "fp64 is lost on the way"),
     Wrong("4.5", stays_bf16, "bf16 is not widened"),
+    Wrong("4.5", loss_in_place, "autograd does not see the sum"),
+    Wrong("4.5", gathers_to_smooth, "with smoothing the logits travel"),
+    Wrong("4.5", largest_of_the_world, "the maximum is the world's"),
+    Wrong("4.5", counts_five, "n_valid is a constant"),
+    Wrong("4.5", counts_an_int, "n_valid is not an int64 tensor"),
+    Wrong("4.5", counts_its_own, "each rank counts its own labels only"),
+    Wrong("4.5", widens_bf16_only, "fp16 is not widened"),
+    Wrong("4.5", overwrites_labels, "labels are overwritten"),
+    Wrong("4.5", one_largest, "one maximum for all tokens: small exponentials vanish"),
+    Wrong("4.5", largest_summed, "the maxima are summed"),
+    Wrong("4.5", label_not_shifted, "the largest logit is not taken off the label's"),
+    Wrong("4.5", mean_stays_here, "the mean logit is not summed"),
+    Wrong("4.5", other_classes, "ε is shared by the other V-1 classes"),
+    Wrong("4.5", three_numbers, "more traffic than needed"),
     Wrong("4.6", OwnPartOnly, "each rank keeps its own part: nothing is summed"),
     Wrong("4.6", AllReduceAndSlice, "an all-reduce and a slice: twice the bytes"),
     Wrong("4.6", WholeGradient, "the gradient of the whole sequence comes back"),
@@ -600,4 +797,7 @@ WRONG = [
     Wrong("4.6", ForgetsTheGroup, "the None for the group is missing"),
     Wrong("4.6", InFp32, "fp64 is lost on the way"),
     Wrong("4.6", PastTheDoor, "it goes past our own door"),
+    Wrong("4.6", Swapped, "forward and backward are swapped"),
+    Wrong("4.6", BackwardOverTheWorld, "backward forgets the group"),
+    Wrong("4.6", KeepsX, "x is kept for backward"),
 ]

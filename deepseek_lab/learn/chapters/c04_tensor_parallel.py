@@ -1,13 +1,15 @@
 """Chapter 04: layers split over ranks: what each rank holds, what it sends, and what autograd makes of it.
 
-The graders run a candidate on four real ranks, three times: over the world, over the world with the sequence split, and
-in groups of two, where a rank's number is another than in the world.  What it should return is worked out in one
-process by autograd.  Values, gradients, operations and their bytes are compared, those of forward and of backward
-apart.
+The graders run a candidate on four real ranks, in several settings: over the world, with the sequence split, in groups
+of two, where a rank's number is another than in the world, and on our own ring, where autograd has messages to follow
+instead of one operation.  What it should return is worked out in one process by autograd.  Values, gradients,
+operations and their bytes are compared, those of forward and of backward apart.
 """
 
 import copy
 import functools
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +57,8 @@ def grade_shard(fn) -> Verdict:
             name = next((n for n, k in known.items() if all(x is None or close(g, x) for g, x in _both(got, k))), None)
             rows = [(f"dim {dim}, rank {r}", *_first_difference(e, g)) for r, (e, g) in enumerate(_both(wanted, got))]
             return wrong("This is not slice number `rank` of `size` contiguous ones.", name, rows)
+    if (dtype := fn(w, 0, 1, R).dtype) != w.dtype:
+        return wrong("The right numbers in another dtype.", "the dtype is lost", [("dtype", str(w.dtype), str(dtype))])
     cube = torch.arange(24.0).view(2, 3, 4)
     if not close(fn(cube, 2, 1, 2), cube[:, :, 2:]):
         return wrong("Right for a matrix, wrong for experts, which are stacked in three dims.", "only for matrices")
@@ -96,19 +100,44 @@ class Case:
     gradients: list[Tensor | None]
     forward: list[tuple[str, int]] = field(default_factory=list)  # (operation, bytes handed over)
     backward: list[tuple[str, int]] = field(default_factory=list)
+    kept: float = math.inf  # bytes that an autograd function may keep for backward
 
 
 Make = Callable[[int, int, bool], Case]  # of a rank's number in its group, the group's size, sequence_parallel
-SETTINGS = {"world": (R, False), "sequence": (R, True), "pair": (2, False)}
-WORDS = {
-    "world": "",
-    "sequence": "With sequence_parallel=True: ",
-    "pair": "Right over the whole world, but in a group of two: ",
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a candidate is called: by which ranks, and what is different this time."""
+
+    words: str
+    n_ranks: int = R  # fewer: in the groups {0, 2} and {1, 3}
+    split: bool = False  # sequence_parallel
+    ring: bool = False  # our own ring carries the sums
+    outside: bool = False  # the first argument is used elsewhere, too
+    dtype: torch.dtype = torch.float64
+
+    def make(self, make: Make, rank: int) -> Case:
+        place = rank if self.n_ranks == R else rank // 2
+        case = make(place, self.n_ranks, self.split)
+        case.arguments = [t.to(self.dtype) if t.is_floating_point() else t for t in case.arguments]
+        case.gradients = [None if t is None else t.to(self.dtype) for t in case.gradients]
+        case.y, case.c = case.y.to(self.dtype), case.c.to(self.dtype)
+        if self.outside and case.gradients[0] is not None:
+            case.gradients[0] += case.arguments[0]
+        return case
+
+
+SETTINGS = {
+    "world": Setting(""),
+    "sequence": Setting("With sequence_parallel=True: ", split=True),
+    "pair": Setting("Right over the whole world, but in a group of two: ", n_ranks=2),
+    "sequence in a pair": Setting("With sequence_parallel=True in a group of two: ", n_ranks=2, split=True),
+    "ring": Setting('Right on gloo, but after set_algorithm("ring"): ', ring=True),
+    "outside": Setting("Right alone, but where x is used elsewhere, too: ", outside=True),
+    "bf16": Setting("In bf16: ", dtype=torch.bfloat16),
 }
-
-
-def _place(setting, rank):
-    return rank // 2 if setting == "pair" else rank  # the groups are {0, 2} and {1, 3}
+COMMON = ("world", "sequence", "pair", "sequence in a pair")
 
 
 def _call(name, arguments, group, split):
@@ -117,38 +146,74 @@ def _call(name, arguments, group, split):
 
 
 def _observe(call, make, settings):
-    """Run a function on this rank in each setting: result, gradients, and what was sent on either way."""
+    """Run a function on this rank in each setting: result, gradients, what was sent on either way, what was kept."""
     rank = dist.get_rank()
     pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     seen = {}
-    for setting in settings:
-        n_ranks, split = SETTINGS[setting]
-        case = make(_place(setting, rank), n_ranks, split)
+    for name in settings:
+        setting = SETTINGS[name]
+        case = setting.make(make, rank)
         leaves = [a.clone().requires_grad_(a.is_floating_point()) for a in case.arguments]
+        collectives.set_algorithm("ring" if setting.ring else "gloo")
         with wiretap() as forward:
-            y = call(leaves, pair if setting == "pair" else None, split)
+            y = call(leaves, None if setting.n_ranks == R else pair, setting.split)
+        kept = _held_by_autograd(y)
         with wiretap() as backward:
             if isinstance(y, Tensor) and y.shape == case.c.shape and y.requires_grad:
-                (y * case.c).sum().backward()
-        seen[setting] = {
+                elsewhere = (leaves[0] ** 2).sum() / 2 if setting.outside else 0
+                ((y * case.c).sum() + elsewhere).backward()
+        seen[name] = {
             "y": y.detach().clone() if isinstance(y, Tensor) else y,
             "gradients": [leaf.grad for leaf in leaves],
             "forward": forward,
             "backward": backward,
+            "kept": kept,
+            "changed": [not torch.equal(leaf.detach(), a) for leaf, a in _both(leaves, case.arguments)],
         }
     return seen
 
 
-def _grade_split(fn, path, make: Make, recognise, names: Sequence[str], passed, call=None, settings=tuple(SETTINGS)):
+def _held_by_autograd(y):
+    """Bytes that the autograd function which made `y` keeps for backward."""
+    node = getattr(y, "grad_fn", None)
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return 0
+    return sum(t.nbytes for t in (*node.saved_tensors, *vars(node).values()) if isinstance(t, Tensor))
+
+
+Errors = Sequence[tuple[str, str, str]]  # (pattern of a rank's error, what it means, misconception)
+TRANSPOSED = (
+    "shapes cannot be multiplied|size of tensor a|Size mismatch|size mismatch",
+    "The shapes do not fit: y = x @ w.T, since weights are stored as (outputs, inputs).",
+    "w is not transposed",
+)
+
+
+def _run(fn, path, observe, *arguments, errors: Errors = ()):
+    """What the ranks saw; or a Verdict, where one of them failed in a way that is known."""
+    try:
+        return run_ranks(observe, R, *arguments, timeout=LIMIT_S, overrides={path: fn})
+    except RankError as error:
+        for pattern, summary, name in errors:
+            if re.search(pattern, error.cause):
+                return Verdict(False, summary, name, detail=error.cause)
+        raise
+
+
+def _grade_split(
+    fn, path, make: Make, recognise, names: Sequence[str], passed, call=None, settings=COMMON, errors: Errors = ()
+):
     """Values, then gradients, then traffic, in each setting.
 
     `recognise(setting, what, got, cases)` names a misconception; `what` is "y" or the place of an argument.
     """
     call = call or functools.partial(_call, path.rpartition(".")[2])
-    seen = run_ranks(_observe, R, call, make, settings, timeout=LIMIT_S, overrides={path: fn})
+    seen = _run(fn, path, _observe, call, make, settings, errors=errors)
+    if isinstance(seen, Verdict):
+        return seen
     for setting in settings:
-        n_ranks, split = SETTINGS[setting]
-        cases = [make(_place(setting, rank), n_ranks, split) for rank in range(R)]
+        words = SETTINGS[setting].words
+        cases = [SETTINGS[setting].make(make, rank) for rank in range(R)]
         here = [s[setting] for s in seen]
         compared: list[tuple] = [("y", "y", [s["y"] for s in here], [c.y for c in cases])]
         for i, name in enumerate(names):
@@ -156,19 +221,31 @@ def _grade_split(fn, path, make: Make, recognise, names: Sequence[str], passed, 
         for what, name, got, wanted in compared:
             if wanted[0] is not None and not all(map(_is, got, wanted)):
                 label = name if what == "y" else f"gradient of {name}"
-                summary = f"{WORDS[setting]}{label} is not what one process gets."
+                summary = f"{words}{label} is not what one process gets."
                 misconception = _usual(setting, what, got, wanted, here) or recognise(setting, what, got, cases)
                 rows = [(f"rank {r}: {label}", *_first_difference(w, g)) for r, (w, g) in enumerate(_both(wanted, got))]
                 return wrong(summary, misconception, rows)
-        if problem := _traffic_problem(setting, n_ranks, here, cases):
+        for i, name in enumerate(names):
+            if any(s["changed"][i] for s in here):
+                return wrong(f"The numbers are right, but {name} is another one afterwards.", f"{name} is overwritten")
+        if problem := _traffic_problem(setting, here, cases):
             return problem
-    return ok(passed, [("rank 0: y, its first row", *(_first_row(x) for x in (cases[0].y, here[0]["y"])))])
+    expected, got = SETTINGS["world"].make(make, 0).y, seen[0]["world"]["y"]
+    return ok(passed, [("rank 0: y, its first row", _first_row(expected), _first_row(got))])
 
 
 def _usual(setting, what, got, wanted, here):
     """Misconceptions that any of these functions may hold."""
     if setting == "pair":
         return "it ignores the group"
+    if setting == "sequence in a pair" and what == "y":
+        return "with sequence_parallel it ignores the group"
+    if setting == "ring":
+        return "autograd does not see the sum" if what != "y" else None
+    if setting == "bf16":
+        return (
+            "bf16 is lost on the way" if all(isinstance(g, Tensor) and g.dtype != torch.bfloat16 for g in got) else None
+        )
     if all(isinstance(g, Tensor) and close(g, w, 1e-6) for g, w in _both(got, wanted)):
         return "fp64 is lost on the way"
     if setting == "sequence" and what == "y" and _ops(here, "forward") <= {"all_reduce"}:
@@ -179,7 +256,8 @@ def _usual(setting, what, got, wanted, here):
             "a mean, not a sum" if all(isinstance(g, Tensor) and _is(g * R, w) for g, w in _both(got, wanted)) else None
         )
     if all(g is None for g in got):
-        return "autograd does not see the communication"
+        other = what == 1 and any(s["gradients"][0] is not None for s in here)
+        return "w is cut off from autograd" if other else "autograd does not see the communication"
     if all(isinstance(g, Tensor) and _is(g, w * R) for g, w in _both(got, wanted)):
         return "summed twice: the gradient is R times too large"
     if all(isinstance(g, Tensor) and _is(g * R, w) for g, w in _both(got, wanted)):
@@ -191,14 +269,18 @@ def _ops(here, way):
     return {call.op for s in here for call in s[way]}
 
 
-def _traffic_problem(setting, n_ranks, here, cases):
+def _traffic_problem(name, here, cases):
     """The numbers are right; were they come by with no more than what is needed?"""
+    setting = SETTINGS[name]
     if not all(call.our_door for s in here for way in ("forward", "backward") for call in s[way]):
         summary = "The numbers are right, but torch.distributed was called directly, where no meter sees it."
         return wrong(summary, "it goes past our own door")
+    if setting.ring:
+        return None  # its messages were counted as operations before
+    n_ranks, width = setting.n_ranks, setting.dtype.itemsize
     for way in ("forward", "backward"):
         for rank, (s, case) in enumerate(_both(here, cases)):
-            needed = getattr(case, way)
+            needed = [(op, n_bytes * width // 8) for op, n_bytes in getattr(case, way)]
             got = [(call.op, call.payload_bytes) for call in s[way]]
             if _ring_bytes(got, n_ranks) > _ring_bytes(needed, n_ranks):
                 rows = [
@@ -207,8 +289,13 @@ def _traffic_problem(setting, n_ranks, here, cases):
                 ]
                 instead = "all_reduce" in {op for op, _ in got} and "all_reduce" not in {op for op, _ in needed}
                 name = "an all-reduce and a slice: twice the bytes" if instead and needed else None
-                summary = f"{WORDS[setting]}the numbers are right, but more was sent than needed."
+                if setting.dtype == torch.bfloat16:
+                    name = "bf16 travels as fp32: twice the bytes"
+                summary = f"{setting.words}the numbers are right, but more was sent than needed."
                 return wrong(summary, name or "more traffic than needed", rows)
+    if any(s["kept"] > case.kept for s, case in _both(here, cases)):
+        rows = [("bytes kept for backward by rank 0", cases[0].kept, here[0]["kept"])]
+        return wrong("The numbers are right, but backward needs none of what is kept.", "x is kept for backward", rows)
     return None
 
 
@@ -223,7 +310,8 @@ def _ring_bytes(operations, n_ranks):
 
 
 def _is(got, expected):
-    return isinstance(got, Tensor) and close(got, expected) and got.dtype == expected.dtype
+    tolerance = 0.02 if expected.dtype == torch.bfloat16 else 1e-9  # bf16 has 8 bits, and sums have a few terms
+    return isinstance(got, Tensor) and close(got, expected, tolerance) and got.dtype == expected.dtype
 
 
 def _both(a, b):
@@ -300,8 +388,12 @@ def grade_column_parallel_linear(fn) -> Verdict:
         if what == "y":
             if shapes == {(B, T, F_)}:
                 return "the whole y is gathered"
+            if all(_is(g, case.y * R) for g, case in _both(got, cases)):
+                return "g at the entrance, not f: x is summed in forward"
             summed = sum(case.y for case in cases)
             return "g, not f: it sums in forward" if all(_is(g, summed) for g in got) else None
+        if setting == "outside":
+            return "what x gets elsewhere is summed, too" if what == 0 else None
         if what == 0:
             if setting == "world" and all(_is(g, p) for g, p in _both(got, parts)):
                 return "nothing is summed in backward"
@@ -319,7 +411,16 @@ def grade_column_parallel_linear(fn) -> Verdict:
         "Nothing is sent in forward; in backward one all-reduce of the gradient of x. With the sequence split: an "
         "all-gather of x in forward, a reduce-scatter in backward."
     )
-    return _grade_split(fn, COLUMN, _column_case, recognise, ("x", "w"), passed)
+    errors = (
+        TRANSPOSED,
+        (
+            "cannot share a sequence of 1 tokens",
+            "With sequence_parallel, x is a piece already: the pieces have to be put together, not cut again.",
+            "scatter_sequence where gather_sequence belongs",
+        ),
+    )
+    settings = (*COMMON, "outside")
+    return _grade_split(fn, COLUMN, _column_case, recognise, ("x", "w"), passed, settings=settings, errors=errors)
 
 
 # --- 4.3 row --------------------------------------------------------------------------------------------------
@@ -356,7 +457,13 @@ def grade_row_parallel_linear(fn) -> Verdict:
         if setting == "sequence":
             if what == "y" and shapes == {(B // R, T, D)}:
                 return "the batch is split, not the sequence"
+            if what == "y" and shapes == {(B, R * T, D)}:
+                return "gather_sequence where scatter_sequence belongs"
             return "the gradients of the other pieces never arrive" if what != "y" else None
+        if setting == "sequence in a pair":
+            return "in a group, the gradients of the other pieces never arrive"
+        if what == 0 and all(_is(g, sum(case.gradients[0] for case in cases)) for g in got):
+            return "f at the entrance, too: gradients of different slices are summed"
         if what == "y":
             if all(_is(g, p) for g, p in _both(got, partial)):
                 return "no sum: every rank returns its partial product"
@@ -371,7 +478,8 @@ def grade_row_parallel_linear(fn) -> Verdict:
         "One all-reduce in forward adds the partial products; nothing is sent in backward. With the sequence split: a "
         "reduce-scatter in forward, an all-gather in backward."
     )
-    return _grade_split(fn, ROW, _row_case, recognise, ("x", "w"), passed)
+    settings = (*COMMON, "ring", "bf16")
+    return _grade_split(fn, ROW, _row_case, recognise, ("x", "w"), passed, settings=settings, errors=(TRANSPOSED,))
 
 
 # --- 4.4 embedding ----------------------------------------------------------------------------------------------
@@ -419,12 +527,15 @@ def grade_vocab_parallel_embedding(fn) -> Verdict:
             "rows dealt out in turn, not in bands",
             [b[IDS // R] * torch.eq(IDS % R, r)[..., None] for r, b in enumerate(bands)],
         ),
+        ("the first token of every band is lost", [m * (x > 0)[..., None] for m, x in _both(masked, local)]),
         (greedy, [c * ((x >= 0) & (x <= V_l))[..., None] for c, x in _both(clamped, local)]),
     ]
 
     def recognise(setting, what, got, cases):
         if setting == "sequence":
             return "the gradients of the other pieces never arrive" if what != "y" else None
+        if setting == "sequence in a pair":
+            return "in a group, the gradients of the other pieces never arrive"
         if what == "y":
             if all(_is(g, m) for g, m in _both(got, masked)):
                 return "no sum: every rank returns its own rows only"
@@ -438,29 +549,49 @@ def grade_vocab_parallel_embedding(fn) -> Verdict:
     passed = (
         "Every rank looked up its own tokens; one sum completed the rows. The gradient of a row stays where it is held."
     )
-    try:
-        return _grade_split(fn, EMBEDDING, _embedding_case, recognise, ("ids", "w"), passed)
-    except RankError as error:
-        if "out of range" not in error.cause and "out of bounds" not in error.cause:
-            raise
-        summary = "A token that another rank holds was used as an index of this rank's rows."
-        return Verdict(False, summary, "a token of another rank is looked up here", detail=error.cause)
+    errors = (
+        (
+            "out of (range|bounds)",
+            "A token that another rank holds was used as an index of this rank's rows.",
+            "a token of another rank is looked up here",
+        ),
+    )
+    settings = (*COMMON, "ring")
+    return _grade_split(
+        fn, EMBEDDING, _embedding_case, recognise, ("ids", "w"), passed, settings=settings, errors=errors
+    )
 
 
 # --- 4.5 cross-entropy ------------------------------------------------------------------------------------------
 
-LABELS = torch.tensor([[0, 3, -100], [7, 4, 5]])
+# Four bands of eight: the first and the last number of some of them.
+LABELS = torch.tensor([[0, 15, -100], [31, 16, 23]])
+OTHER_LABELS = torch.tensor([[-100, 8, 7], [24, -100, 30]])
+V = 32
 LOSS_SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothing": {"label_smoothing": 0.1},
-    "huge": {"scale": 1000.0},
-    "pair": {"n_ranks": 2},
+    "huge": {"scale": 1000.0, "apart": 1.0},
+    "pair": {"n_ranks": 2, "labels": OTHER_LABELS},
+    "ring": {"ring": True},
     "bf16": {"dtype": torch.bfloat16},
+    "fp16": {"dtype": torch.float16},
 }
 
 
-def _logits(scale=1.0, dtype=torch.float64, **_):
-    return (scale * _random(9, *LABELS.shape, F_)).to(dtype)
+def _logits(scale=1.0, apart=0.0, dtype=torch.float64, **_):
+    """Each token's lie `apart` above those of the token before it."""
+    tokens = torch.arange(LABELS.numel()).view(*LABELS.shape, 1)
+    return (scale * (_random(9, *LABELS.shape, V) + apart * tokens)).to(dtype)
+
+
+def _my_logits(how, rank):
+    return _loss_piece(_logits(**how), how, rank)
+
+
+def _loss_piece(x_V, how, rank):
+    n_ranks = how.get("n_ranks", R)
+    return _piece(x_V, -1, rank if n_ranks == R else rank // 2, n_ranks)
 
 
 def _observe_loss():
@@ -468,80 +599,152 @@ def _observe_loss():
     pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     seen = {}
     for setting, how in LOSS_SETTINGS.items():
-        n_ranks, group = how.get("n_ranks", R), pair if setting == "pair" else None
-        logits = _piece(_logits(**how), -1, _place(setting, rank), n_ranks).requires_grad_()
+        group = pair if setting == "pair" else None
+        logits, labels = _my_logits(how, rank).requires_grad_(), how.get("labels", LABELS).clone()
         smoothing = {k: v for k, v in how.items() if k == "label_smoothing"}
-        with wiretap() as forward:
-            loss_sum, n_valid = tensor.vocab_parallel_cross_entropy_sum(logits, LABELS, group, **smoothing)
+        collectives.set_algorithm("ring" if setting == "ring" else "gloo")
+        with record() as trace, wiretap() as forward:
+            loss_sum, n_valid = tensor.vocab_parallel_cross_entropy_sum(logits, labels, group, **smoothing)
         with wiretap() as backward:
             if loss_sum.requires_grad and loss_sum.dim() == 0:
                 loss_sum.backward()
-        seen[setting] = (loss_sum.detach(), n_valid, logits.grad, forward, backward)
+        seen[setting] = {
+            "loss": loss_sum.detach(),
+            "n_valid": n_valid,
+            "gradient": logits.grad,
+            "forward": forward,
+            "backward": backward,
+            "changed": not torch.equal(labels, how.get("labels", LABELS)),
+            "largest_group": max((len(event.group_ranks) for event in trace.events), default=0),
+        }
     return seen
 
 
 def grade_vocab_parallel_cross_entropy_sum(fn) -> Verdict:
-    """Five labels and one that does not count; with smoothing; with logits of thousands; in pairs; in bf16."""
-    try:
-        seen = run_ranks(_observe_loss, R, timeout=LIMIT_S, overrides={CROSS_ENTROPY: fn})
-    except RankError as error:
-        if "index" in error.cause and "out of" in error.cause:
-            summary = "Labels are numbers of the whole vocabulary; this rank's slice begins at rank * V_l."
-            name = "a label is used as an index of this rank's slice"
-            return Verdict(False, summary, name, detail=error.cause)
-        raise
+    """Five labels and one that does not count; smoothing; logits of thousands; in pairs; on the ring; in halves."""
+    errors = (
+        (
+            "index.*out of",
+            "Labels are numbers of the whole vocabulary; this rank's slice begins at rank * V_l.",
+            "a label is used as an index of this rank's slice",
+        ),
+    )
+    seen = _run(fn, CROSS_ENTROPY, _observe_loss, errors=errors)
+    if isinstance(seen, Verdict):
+        return seen
     for setting, how in LOSS_SETTINGS.items():
-        full = _logits(**how).requires_grad_()
-        expected, n_expected = loss.cross_entropy_sum(full, LABELS, how.get("label_smoothing", 0.0))
+        full, labels = _logits(**how).requires_grad_(), how.get("labels", LABELS)
+        expected, n_expected = loss.cross_entropy_sum(full, labels, how.get("label_smoothing", 0.0))
         (gradient,) = torch.autograd.grad(expected, full)
         here = [s[setting] for s in seen]
-        losses, counts, gradients = ([s[i] for s in here] for i in range(3))
-        tolerance = 1e-2 if setting == "bf16" else 1e-9
+        losses, counts, gradients = ([s[key] for s in here] for key in ("loss", "n_valid", "gradient"))
+        tolerance = 1e-2 if setting in HALVES else 1e-9
         rows = [(f"rank {r}: loss_sum", expected.detach(), got) for r, got in enumerate(losses)]
         if not all(close(got, expected, tolerance) for got in losses):
-            summary = f"The loss is not that of one process ({_setting_words(setting)})."
-            return wrong(summary, _loss_misconception(setting, losses, expected.detach()), rows)
+            summary = f"The loss is not that of one process ({LOSS_WORDS[setting]})."
+            return wrong(summary, _loss_misconception(setting, here, expected.detach()), rows)
         if any(got.dtype != expected.dtype for got in losses):
-            name = "bf16 is not widened" if setting == "bf16" else "fp64 is lost on the way"
+            name = f"{setting} is not widened" if setting in HALVES else "fp64 is lost on the way"
             return wrong(f"The loss should be {expected.dtype}; it is {losses[0].dtype}.", name, rows)
-        if not all(int(n) == int(n_expected) for n in counts):
-            counted = [("n_valid", int(n_expected), int(counts[0]))]
-            return wrong("The loss is right, but not how many labels counted.", "n_valid counts -100, too", counted)
-        if problem := _loss_gradient_problem(setting, how, gradient, gradients, tolerance):
+        problem = (
+            _count_problem(setting, labels, counts, n_expected)
+            or _loss_gradient_problem(setting, how, gradient, gradients, tolerance)
+            or _loss_traffic_problem(setting, how, here)
+        )
+        if problem:
             return problem
-        if problem := _loss_traffic_problem(setting, how, here):
-            return problem
-    words = "For each token the largest logit, then {} numbers in one sum; 8 logits, or 129,280, would cost no more."
-    return ok(words.format("two (three with smoothing)"), [("loss_sum of 5 labels", expected.detach(), losses[0])])
+        if any(s["changed"] for s in here):
+            return wrong("The numbers are right, but the labels are others afterwards.", "labels are overwritten")
+    words = "For each token the largest logit, then {} numbers in one sum; 32 logits, or 129,280, would cost no more."
+    return ok(words.format("two (three with smoothing)"), [("loss_sum", expected.detach(), losses[0])])
 
 
-def _setting_words(setting):
-    return {
-        "plain": "five labels and one -100",
-        "smoothing": "label_smoothing=0.1",
-        "huge": "logits of some thousands",
-        "pair": "in a group of two",
-        "bf16": "logits in bf16",
-    }[setting]
+HALVES = ("bf16", "fp16")
+LOSS_WORDS = {
+    "plain": "five labels and one -100",
+    "smoothing": "label_smoothing=0.1",
+    "huge": "logits of some thousands",
+    "pair": "in a group of two",
+    "ring": 'after set_algorithm("ring")',
+    "bf16": "logits in bf16",
+    "fp16": "logits in fp16",
+}
 
 
-def _loss_misconception(setting, losses, expected):
+def _count_problem(setting, labels, counts, expected):
+    rows = [(f"rank {r}: n_valid", int(expected), n) for r, n in enumerate(counts)]
+    try:
+        right = all(int(n) == int(expected) for n in counts)
+    except (TypeError, ValueError, RuntimeError):
+        return wrong("n_valid should be one number.", "n_valid is no number", rows)
+    if not right:
+        own = [((labels >= r * V // R) & (labels < (r + 1) * V // R)).sum() for r in range(R)]
+        name = None
+        if setting != "plain":
+            name = "n_valid is a constant"
+        elif all(int(n) == labels.numel() for n in counts):
+            name = "n_valid counts -100, too"
+        elif all(int(n) == int(m) for n, m in _both(counts, own)):
+            name = "each rank counts its own labels only"
+        return wrong("The loss is right, but not how many labels counted.", name, rows)
+    if not all(isinstance(n, Tensor) and n.dtype == torch.int64 and n.dim() == 0 for n in counts):
+        n = counts[0]
+        kind = f"{n.dtype}, shape {tuple(n.shape)}" if isinstance(n, Tensor) else type(n).__name__
+        name = "n_valid is not an int64 tensor"
+        return wrong(
+            "n_valid has the right value, but not the promised type.", name, [("n_valid", "torch.int64", kind)]
+        )
+    return None
+
+
+def _loss_misconception(setting, here, expected):
     """The known wrong way that leads to these losses, one a rank."""
+    losses = [s["loss"] for s in here]
     if setting == "pair":
         return "it ignores the group"
     if setting == "huge":
-        return None if all(map(torch.isfinite, losses)) else "no maximum: the exponentials overflow"
+        return _shift_gone_wrong(here)
     if all(close(got, expected, 1e-6) for got in losses):
         return "fp64 is lost on the way"
     known = _smoothing_gone_wrong() if setting == "smoothing" else _loss_gone_wrong(expected)
     return next((name for name, values in known if all(map(close, losses, values))), None)
 
 
+def _shift_gone_wrong(here):
+    """What was taken off logits of thousands, when the loss is not finite."""
+    losses = [s["loss"] for s in here]
+    if all(map(torch.isfinite, losses)):
+        return None
+    if any(call.op == "all_reduce" and call.payload_bytes == 8 for call in here[0]["forward"]):
+        return "one maximum for all tokens: small exponentials vanish"
+    logits = _logits(**LOSS_SETTINGS["huge"])
+    summed = torch.stack([part.amax(-1) for part in logits.chunk(R, -1)]).sum(0)
+    shifted = logits - summed[..., None]
+    unlike = (shifted.exp().sum(-1).log() - _at_labels(shifted))[LABELS >= 0].sum()
+    if all(torch.equal(got, unlike) for got in losses):
+        return "the maxima are summed"
+    return "no maximum: the exponentials overflow" if all(got == math.inf or got.isnan() for got in losses) else None
+
+
 def _smoothing_gone_wrong():
     logits, valid = _logits(), LABELS >= 0
     top, label = logits.amax(-1), _at_labels(logits)
     normaliser, mean = logits.logsumexp(-1) - 0.9 * label, logits.mean(-1)
+    others = (V * mean - label) / (V - 1)  # the mean logit of all classes but the label's
+    means = [part.mean(-1) for part in logits.chunk(R, -1)]
+    alone = [("the mean logit is not summed", [(normaliser - 0.1 * m / n)[valid].sum() for m in means]) for n in (1, R)]
+    alone += [
+        ("the mean logit is not summed", [(normaliser - 0.1 * (top + (m - top) / n))[valid].sum() for m in means])
+        for n in (1, R)
+    ]
     return [
+        *alone,
+        ("ε is shared by the other V-1 classes", _same((normaliser - 0.1 * others)[valid])),
+        ("ε is shared by the other V-1 classes", _same((normaliser - 0.1 * mean * V / (V - 1))[valid])),
+        (
+            "ε is shared by the other V-1 classes",
+            _same((normaliser - 0.1 * (top + (mean - top) * V / (V - 1)))[valid]),
+        ),
         ("smoothing is ignored", _same((logits.logsumexp(-1) - label)[valid])),
         ("smoothing over V/R classes: the mean is R times too large", _same((normaliser - 0.1 * R * mean)[valid])),
         (
@@ -557,9 +760,9 @@ def _loss_gone_wrong(expected):
     label, normaliser, top = _at_labels(logits), logits.logsumexp(-1), logits.amax(-1)
     parts = logits.chunk(R, -1)
     tops = [part.amax(-1) for part in parts]
-    local = [LABELS - r * (F_ // R) for r in range(R)]
-    mine = [(x >= 0) & (x < F_ // R) for x in local]
-    clamped = sum(_at(p, x.clamp(0, F_ // R - 1)) for p, x in _both(parts, local))
+    local = [LABELS - r * (V // R) for r in range(R)]
+    mine = [(x >= 0) & (x < V // R) for x in local]
+    clamped = sum(_at(p, x.clamp(0, V // R - 1)) for p, x in _both(parts, local))
     unmasked = sum(_at(p, x.where(m, 0)) for p, x, m in zip(parts, local, mine, strict=True))
     own_shift = sum((p - t[..., None]).exp().sum(-1) for p, t in _both(parts, tops)).log()
     here = sum((label - t) * m for t, m in _both(tops, mine))
@@ -570,6 +773,7 @@ def _loss_gone_wrong(expected):
         ("-100 counts", _same(normaliser - label)),
         ("-100 counts", _same(normaliser - label * valid)),
         ("-100 counts", _same(normaliser - top - (label - top) * valid)),
+        ("the largest logit is not taken off the label's", _same((normaliser - top - label)[valid])),
         (name, _same((own_shift - here)[valid])),
         (name, [(own_shift + t - label)[valid].sum() for t in tops]),
     ]
@@ -596,8 +800,8 @@ def _at_labels(logits):
 
 
 def _loss_gradient_problem(setting, how, gradient, gradients, tolerance):
-    n_ranks = how.get("n_ranks", R)
-    wanted = [_piece(gradient, -1, _place(setting, r), n_ranks) for r in range(R)]
+    n_ranks, labels = how.get("n_ranks", R), how.get("labels", LABELS)
+    wanted = [_loss_piece(gradient, how, r) for r in range(R)]
     whole = gradient.norm()
 
     def near(got, want):
@@ -609,9 +813,11 @@ def _loss_gradient_problem(setting, how, gradient, gradients, tolerance):
     if all(g is None for g in gradients):
         name = "autograd does not see the communication"
     elif all(isinstance(g, Tensor) for g in gradients):
-        onehot = F.one_hot(LABELS.clamp(min=0), F_) * (LABELS >= 0)[..., None]
-        picks = [-_piece(onehot.to(gradient.dtype), -1, _place(setting, r), n_ranks) for r in range(R)]
-        if all(near(g, w * n_ranks) for g, w in _both(gradients, wanted)):
+        onehot = F.one_hot(labels.clamp(min=0), V) * (labels >= 0)[..., None]
+        picks = [-_loss_piece(onehot.to(gradient.dtype), how, r) for r in range(R)]
+        if setting == "ring":
+            name = "autograd does not see the sum"
+        elif all(near(g, w * n_ranks) for g, w in _both(gradients, wanted)):
             name = "summed twice: the gradient is R times too large"
         elif all(near(g, p) for g, p in _both(gradients, picks)):
             name = "autograd does not see the communication"
@@ -621,16 +827,20 @@ def _loss_gradient_problem(setting, how, gradient, gradients, tolerance):
         (f"rank {r}: gradient of its logits", *_first_difference(w, g))
         for r, (w, g) in enumerate(_both(wanted, gradients))
     ]
-    return wrong(f"The loss is right, but not its gradient ({_setting_words(setting)}).", name, rows)
+    return wrong(f"The loss is right, but not its gradient ({LOSS_WORDS[setting]}).", name, rows)
 
 
 def _loss_traffic_problem(setting, how, here):
     """One maximum a token, then one sum of two numbers, of three with smoothing; in backward nothing."""
-    n_ranks, forward, backward = how.get("n_ranks", R), here[0][3], here[0][4]
-    if not all(call.our_door for s in here for call in s[3] + s[4]):
+    n_ranks, forward, backward = how.get("n_ranks", R), here[0]["forward"], here[0]["backward"]
+    if not all(call.our_door for s in here for call in s["forward"] + s["backward"]):
         summary = "The numbers are right, but torch.distributed was called directly, where no meter sees it."
         return wrong(summary, "it goes past our own door")
-    width = 4 if setting == "bf16" else 8
+    if setting == "ring":
+        return None  # its messages were counted as operations before
+    if max(s["largest_group"] for s in here) > n_ranks:
+        return wrong("The numbers are right, but ranks outside the group were asked.", "the maximum is the world's")
+    width = 4 if setting in HALVES else 8
     needed = [
         ("all_reduce", LABELS.numel() * width),
         ("all_reduce", (2 + ("label_smoothing" in how)) * LABELS.numel() * width),
@@ -638,7 +848,9 @@ def _loss_traffic_problem(setting, how, here):
     got = [(call.op, call.payload_bytes) for call in forward]
     rows = [("sent in forward by rank 0", _listed(needed), _listed(got))]
     if _ring_bytes(got, n_ranks) > _ring_bytes(needed, n_ranks):
-        name = "the logits travel" if any(n >= LABELS.numel() * F_ // n_ranks * width for _, n in got) else None
+        name = "the logits travel" if any(n >= LABELS.numel() * V // n_ranks * width for _, n in got) else None
+        if name and setting == "smoothing":
+            name = "with smoothing the logits travel"
         return wrong("The numbers are right, but more was sent than needed.", name or "more traffic than needed", rows)
     if len(got) > len(needed):
         return wrong("The numbers are right; two messages are enough.", "a message for each number", rows)
@@ -663,6 +875,7 @@ def _sequence_case(place, n_ranks, _) -> Case:
         [gradient],
         forward=[("all_gather", piece.nbytes)],
         backward=[("reduce_scatter", x.nbytes)],
+        kept=0,
     )
 
 
@@ -688,16 +901,30 @@ def grade_gather_sequence(fn) -> Verdict:
         return "another rank's piece" if all(any(_is(g, o) for o in others) for g in got) else None
 
     passed = "An all-gather in forward, a reduce-scatter in backward: together the bytes of one all-reduce."
-    try:
-        return _grade_split(fn, GATHER, _sequence_case, recognise, ("x",), passed, _call_gather, ("world", "pair"))
-    except RankError as error:
-        if "incorrect number of gradients" in error.cause:
-            summary = "backward returns one value per argument of forward: the gradient of x, and None for the group."
-            return wrong(summary, "the None for the group is missing")
-        if "invalid gradient" in error.cause:
-            summary = "backward must return a gradient of the shape of this rank's piece, (B, T/R, D)."
-            return Verdict(False, summary, "the gradient of the whole sequence comes back", detail=error.cause)
-        raise
+    errors = (
+        (
+            "incorrect number of gradients",
+            "backward returns one value per argument of forward: the gradient of x, and None for the group.",
+            "the None for the group is missing",
+        ),
+        (
+            r"got \[4, 1, 3\].*\[4, 2, 3\]",
+            "In a group of two, backward scatters over the whole world: forward has to keep the group for it.",
+            "backward forgets the group",
+        ),
+        (
+            "invalid gradient",
+            "backward must return a gradient of the shape of this rank's piece, (B, T/R, D).",
+            "the gradient of the whole sequence comes back",
+        ),
+        (
+            "cannot share a sequence of 1 tokens",
+            "forward has a piece, and puts the pieces together; it is backward that scatters.",
+            "forward and backward are swapped",
+        ),
+    )
+    settings = ("world", "pair")
+    return _grade_split(fn, GATHER, _sequence_case, recognise, ("x",), passed, _call_gather, settings, errors)
 
 
 # --- what the chapter shows besides -----------------------------------------------------------------------------
