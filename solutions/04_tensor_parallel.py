@@ -41,6 +41,9 @@ show_figure(pictures.draw_splits())
 # Give rank r the r-th of `size` equal, contiguous slices along `dim`. (Weights are stored as $W$ of shape (outputs,
 # inputs), and used as $y = xW^\top$: cut by outputs means dim 0.) `divisors(6)` is the text "1, 2, 3 or 6", for whoever
 # meets the error.
+#
+# Names end in their shapes: B sequences of T tokens, D the model's width, F a layer's, V the vocabulary. An `l` behind
+# a letter is this rank's slice of it (`w_FlD`, `logits_Vl`), and t its piece of the T tokens (`x_BtD`).
 
 # %% exercise: deepseek_lab.parallel.tensor.shard
 
@@ -48,7 +51,8 @@ show_figure(pictures.draw_splits())
 check(shard)
 
 # %% [markdown]
-# The first article has a 128-wide weight cut into 8 × 16 pieces over 16 GPUs (claim E2). Try it:
+# This course tests the claims of two articles, E1, E2, … of the first and P1, P2, … of the second. (The table in
+# chapter 00 lists them.) The first has a 128-wide weight cut into 8 × 16 pieces over 16 GPUs: claim E2. Try it:
 
 # %% tags=["nbval-check-output"]
 import torch
@@ -69,8 +73,11 @@ print(
 #
 # ### Exercise 4.2 · `column_parallel_linear`  (core, 10 minutes)
 #
-# Chapter 02 has the function for that. (With `sequence_parallel`, x comes in pieces; `collectives.gather_sequence` then
-# takes its place. Section 6 is about that.)
+# Chapter 02 has the function for that.
+#
+# This one and the next two have a switch, `sequence_parallel`. With it, each rank holds only its piece of the sequence
+# between the layers, (B, T/R, D). The linear layer itself needs all tokens, so `collectives.gather_sequence` takes the
+# place of chapter 02's function. Section 6 says what that is for.
 
 # %% exercise: deepseek_lab.parallel.tensor.column_parallel_linear
 
@@ -128,8 +135,8 @@ show_traffic([backward for _, backward in traces])
 check(row_parallel_linear)
 
 # %% [markdown]
-# Put together, they are a feed-forward. SwiGLU has two first matrices, gate and up. If each is a
-# `column_parallel_linear`, the gradient of the same x is summed twice. Enter once instead:
+# Put together, they are a feed-forward. The model's kind, SwiGLU, is down(silu(gate(x)) · up(x)): it has two first
+# matrices. If each is a `column_parallel_linear`, the gradient of the same x is summed twice. Enter once instead:
 
 
 # %% tags=["nbval-check-output"]
@@ -206,7 +213,8 @@ for name, (forward, backward) in run_ranks(traffic_of_parts, 4, config)[0].items
 # %% [markdown]
 # There they are: **two all-reduces a block in forward, where attention and feed-forward end, two in backward, where
 # they begin.** Each carries one activation, here 64 tokens × 128 numbers × 4 bytes. All experts together need no more
-# than a dense layer. (The two small messages at the end are the loss; section 5 builds it.)
+# than a dense layer. Beyond the blocks, two more such activations travel in each step: the embedding sums one in
+# forward, the head one in backward. (The two small messages at the end are the loss; section 5 builds it.)
 #
 # A head cannot be cut. Six heads of 48 rows make 288 rows, which four ranks could share: 72 rows each, one head and a
 # half. That would run, and be nonsense. So it is refused:
@@ -227,9 +235,10 @@ for heads, n_ranks in [(4, 4), (6, 4), (4, 3)]:
     print(f"{heads} heads, {n_ranks} ranks: {run_ranks(attempt, n_ranks, heads)[0]}")
 
 # %% [markdown]
-# Not everything is split. MLA's latent projections are small, and all heads read what they give, so every rank holds
-# them whole; so it does with the router. But each rank's own heads, or its own slice of the experts, send back only
-# *their part* of the gradient:
+# Not everything is split. DeepSeek's attention (MLA) first projects each token to two short vectors, the latents. All
+# heads read them, and these projections are small, so every rank holds them whole; so it does with the router, which
+# picks a token's experts. But each rank's own heads, or its own slice of the experts, send back only *their part* of
+# the gradient:
 
 
 # %% tags=["nbval-check-output"]
@@ -254,9 +263,10 @@ for name in ("self_attn.kv_a_proj_with_mqa", "self_attn.q_a_layernorm", "mlp.gat
     print(f"{name:45} {shares}   {words}")
 
 # %% [markdown]
-# Forget that sum, and the replicas of a weight drift apart, with no error anywhere. The norms need none: what comes
-# back to them has passed f. The package's `Layout` says it for every parameter: split along which dim, or whole, and if
-# whole, whether its gradient is `partial`.
+# Forget that sum, and the replicas of a weight drift apart, with no error anywhere. The block's own norms, such as
+# `input_layernorm`, need none: they stand before f, so what comes back to them is summed already. The latents' norms,
+# such as `q_a_layernorm`, stand behind f and before the heads, so they need it. The package's `Layout` says it for
+# every parameter: split along which dim, or whole, and if whole, whether its gradient is `partial`.
 #
 # ## 5 · The vocabulary, and a loss that never sees the logits
 #
@@ -456,7 +466,8 @@ hint("4-bug")
 #
 # E2 you have settled in section 1, E4 in section 7. P3b says that heads are spread over GPUs to reduce the traffic
 # *between nodes*. Take four ranks as two nodes of two, train a two-block model for one step in three layouts, and count
-# the bytes that cross from one node to the other:
+# the bytes that cross from one node to the other. (dp: ranks that share the batch; tp: ranks that share every layer.
+# So dp 2 × tp 2 is two pairs: the two of a pair share the layers, each pair has half of the batch.)
 
 # %%
 from deepseek_lab.learn.chapters.c04_tensor_parallel import LAYOUTS, bytes_between_nodes
@@ -469,12 +480,12 @@ show_figure(pictures.draw_nodes(TOKENS, crossing))
 
 # %% [markdown]
 # Without split heads the gradient crosses, whatever the batch. With heads split inside a node, fewer bytes cross, since
-# each rank has half of the gradient to add up. (A ring that first adds up inside each node would send as little,
+# each rank has half of the gradient to add up. (A ring that first adds up inside each node would send a little less,
 # 10.7 MiB, without splitting anything.) With heads split *across* nodes, activations cross, four times a block, and
 # they grow with the tokens: a third of the gradient's bytes at 512 tokens a step, more than them at 2,048. (Four
 # activations of T × D numbers stand against some 12 D² weights in a dense block. So from about 3 D tokens a step on
-# that one replica works through, activations are more: 24,576 tokens at a width of 8,192, which real steps exceed.)
-# The claim holds only if the ranks that share heads sit in one node.
+# that one replica works through, activations are more: 24,576 tokens at a width of 8,192, which real steps exceed.) The
+# claim holds only if the ranks that share heads sit in one node.
 
 # %%
 claims_table("04")
@@ -538,7 +549,7 @@ slider_figure(
 # ## 10 · Your trainer now
 #
 # Two ranks share every layer, and two such pairs share the batch. The head, the loss and all output projections run on
-# your functions:
+# your functions. (On two cores it takes several minutes.)
 #
 # ```
 # accelerate launch --config_file configs/accelerate/cpu.yaml -m deepseek_lab.train \

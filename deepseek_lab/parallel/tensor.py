@@ -50,8 +50,8 @@ def column_parallel_linear(x, w_FlD, group=None, sequence_parallel=False):
     """This rank's columns of y = x @ w.T: (..., D) to (..., Fl), where `w_FlD` is its band of the rows of w.
 
     No communication in forward.  In backward every rank finds only its part of the gradient of `x`, and the parts are
-    added by one all-reduce, whatever F is.  With `sequence_parallel`, `x` is this rank's piece of the sequence,
-    (B, T/R, D): it is gathered first, and the sum in backward is a reduce-scatter.
+    added by one all-reduce.  With `sequence_parallel`, `x` is this rank's piece of the sequence, (B, T/R, D): it is
+    gathered first, and the sum in backward is a reduce-scatter.
     """
     enter = collectives.gather_sequence if sequence_parallel else collectives.copy_to_group
     return F.linear(enter(x, group), w_FlD)

@@ -15,7 +15,7 @@ TONES = theme.TONES[:4]
 
 def draw_splits() -> Figure:
     """One matmul, twice: the weight cut by its outputs, and by its inputs; one colour a rank."""
-    with theme.figure(figsize=(8.6, 4.6), nrows=2) as (figure, (columns, rows)):
+    with theme.figure(figsize=(9.4, 4.4), nrows=2) as (figure, (columns, rows)):
         columns.add_patch(Rectangle((0, -0.6), 1.8, 1.2, facecolor=theme.INK, alpha=0.5))
         columns.text(0.9, 0, "all", ha="center", va="center", color="white", fontsize=8)
         columns.text(0.9, -0.95, "X, T × D", ha="center", va="center", fontsize=9)
@@ -23,23 +23,24 @@ def draw_splits() -> Figure:
         _bands(columns, 3.2, 1.8, "Wᵀ", "D × F", upright=True)
         columns.text(4.5, 0, "=", ha="center", va="center", fontsize=14)
         _bands(columns, 6.0, 2.2, "Y", "T × F", upright=True)
-        _words(columns, 7.5, "X is whole on every rank.\nEach rank gets its own\ncolumns of Y: nothing is sent.")
+        _words(columns, 9.0, "X is whole on every rank.\nEach rank gets its own\ncolumns of Y: nothing is sent.")
         columns.set_title("column parallel: W is cut by its outputs")
 
         _bands(rows, 1.0, 2.0, "X", "T × F", upright=True)
-        rows.text(2.35, 0, "·", ha="center", va="center", fontsize=14)
-        _bands(rows, 3.3, 1.2, "Wᵀ", "F × D", upright=False)
-        rows.text(4.2, 0, "=", ha="center", va="center", fontsize=14)
+        rows.text(2.32, 0, "·", ha="center", va="center", fontsize=14)
+        _bands(rows, 3.05, 0.8, "Wᵀ", "F × D", upright=False)
+        rows.text(3.65, 0, "=", ha="center", va="center", fontsize=14)
         for rank, tone in enumerate(TONES):
-            x = 4.5 + 0.68 * rank
-            rows.add_patch(Rectangle((x, -0.6), 0.5, 1.2, facecolor=tone, alpha=0.8))
-            if rank:
-                rows.text(x - 0.09, 0, "+", ha="center", va="center")
-        rows.text(5.75, -0.95, "partial products, T × D", ha="center", va="center", fontsize=9)
-        _words(rows, 7.5, "Each rank has a part of\nevery number of Y:\none sum over the ranks.")
+            x = 3.85 + 1.02 * rank
+            rows.add_patch(Rectangle((x, -0.6), 0.8, 1.2, facecolor=tone, alpha=0.8))
+            rows.text(x + 0.91, 0, "+" if rank < 3 else "=", ha="center", va="center")
+        rows.text(5.78, -0.95, "partial products, each T × D", ha="center", va="center", fontsize=9)
+        rows.add_patch(Rectangle((7.93, -0.6), 0.8, 1.2, facecolor=theme.INK, alpha=0.5))
+        rows.text(8.33, -0.95, "Y, T × D", ha="center", va="center", fontsize=9)
+        _words(rows, 9.0, "Each rank has a part of\nevery number of Y:\none sum over the ranks.")
         rows.set_title("row parallel: W is cut by its inputs")
         for axes in (columns, rows):
-            axes.set(xlim=(-0.2, 10.2), ylim=(-1.2, 1.1), aspect="equal", xticks=[], yticks=[])
+            axes.set(xlim=(-0.2, 11.8), ylim=(-1.2, 1.1), aspect="equal", xticks=[], yticks=[])
             axes.spines[:].set_visible(False)
         return figure
 

@@ -106,6 +106,7 @@ def _draw_matrix(ax: Any, sent_RR: np.ndarray, title: str) -> None:
     share_RR = sent_RR / top
     # no middling shades: on them neither grey nor white could be read
     cells[..., 3] = np.where(share_RR > 0.5, 0.7 + 0.3 * share_RR, 0.04 + 0.3 * share_RR)
+    cells[sent_RR == 0, 3] = 0  # nothing, whatever the background
     ax.imshow(cells)
     for (sender, receiver), value in np.ndenumerate(sent_RR):
         text = n_bytes(value, "\n") if value else "·"

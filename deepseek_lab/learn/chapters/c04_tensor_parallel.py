@@ -182,11 +182,12 @@ def _held_by_autograd(y):
 
 
 Errors = Sequence[tuple[str, str, str]]  # (pattern of a rank's error, what it means, misconception)
-TRANSPOSED = (
-    "shapes cannot be multiplied|size of tensor a|Size mismatch|size mismatch",
-    "The shapes do not fit: y = x @ w.T, since weights are stored as (outputs, inputs).",
-    "w is not transposed",
-)
+
+
+def _not_transposed(*shape):
+    """torch's complaint names the shape of w on a rank as it is; after a transposition it would be the other way."""
+    summary = "The shapes do not fit: y = x @ w.T, since weights are stored as (outputs, inputs)."
+    return "shapes cannot be multiplied.* and {}x{}".format(*shape), summary, "w is not transposed"
 
 
 def _run(fn, path, observe, *arguments, errors: Errors = ()):
@@ -412,7 +413,7 @@ def grade_column_parallel_linear(fn) -> Verdict:
         "all-gather of x in forward, a reduce-scatter in backward."
     )
     errors = (
-        TRANSPOSED,
+        _not_transposed(F_ // R, D),
         (
             "cannot share a sequence of 1 tokens",
             "With sequence_parallel, x is a piece already: the pieces have to be put together, not cut again.",
@@ -479,7 +480,9 @@ def grade_row_parallel_linear(fn) -> Verdict:
         "reduce-scatter in forward, an all-gather in backward."
     )
     settings = (*COMMON, "ring", "bf16")
-    return _grade_split(fn, ROW, _row_case, recognise, ("x", "w"), passed, settings=settings, errors=(TRANSPOSED,))
+    return _grade_split(
+        fn, ROW, _row_case, recognise, ("x", "w"), passed, settings=settings, errors=(_not_transposed(D, F_ // R),)
+    )
 
 
 # --- 4.4 embedding ----------------------------------------------------------------------------------------------
