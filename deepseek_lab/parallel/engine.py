@@ -69,7 +69,7 @@ class Engine:
         self.in_flight: list[zero.Reduction] = []
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         names = list(shapes)
-        self.members = self._stage_3_members(names) if self.stage == 3 else self._members(shapes, dtype)
+        self.members = self._stage_3_members() if self.stage == 3 else self._members(shapes, dtype)
         self.buckets = [
             zero.Bucket(
                 {names[i]: shapes[names[i]] for i in bucket}, self.stage, mesh.group("dp"), dtype, master_dtype, device
@@ -97,7 +97,7 @@ class Engine:
         blocks: list[list[nn.Module]] = [[block] for block in model.layers]
         return [first + last, *blocks] if model.config.tie_word_embeddings else [first, *blocks, last]
 
-    def _stage_3_members(self, names: list[str]) -> list[list[int]]:
+    def _stage_3_members(self) -> list[list[int]]:
         """One bucket for the parameters of each of `_modules`, last first, as backward finishes them."""
         number = {id(parameter): i for i, parameter in enumerate(self.model.parameters())}
         found = []
@@ -107,8 +107,7 @@ class Engine:
         return found[::-1]
 
     def _units(self) -> Iterator[zero.Unit]:
-        for n, modules in enumerate(self._modules()):
-            bucket = self.buckets[len(self.buckets) - 1 - n]
+        for modules, bucket in zip(self._modules(), reversed(self.buckets), strict=True):
             assert bucket.gathered is not None
             # The gradient of a table that is only looked up does not depend on what the table holds.
             yield zero.Unit(modules, bucket.gathered, used_in_backward=modules != [self.model.embed_tokens])

@@ -254,8 +254,8 @@ def grade_start_reduction(fn) -> Verdict:
             return wrong("The numbers are right, but this is not the one collective.", name, sent)
         sizes = [call.payload_bytes for call in seen[0][stage]["calls"]]
         if sizes != [32]:
-            sent = [("bytes handed over, for a gradient of 32", [32], sizes)]
-            return wrong("The numbers are right, but they travel in a wider type.", "more bytes than needed", sent)
+            handed = [("bytes handed over, for a gradient of 32", [32], sizes)]
+            return wrong("The numbers are right, but they travel in a wider type.", "more bytes than needed", handed)
         if stage and any(s[stage]["held"] > 8 for s in seen):
             kept = [(f"bytes behind the share, rank {r}", 8, s[stage]["held"]) for r, s in enumerate(seen)]
             summary = "The share is right, but the whole gradient stays alive behind it."
@@ -315,9 +315,9 @@ def grade_gathered_weights(fn) -> Verdict:
                 "memory is counted in numbers, not in bytes",
             ),
         }
-        for words, (summary, name) in known.items():
+        for words, verdict in known.items():
             if words in str(error):
-                return wrong(summary, name)
+                return wrong(*verdict)
         raise
     for key, summary, name in GATHERING:
         if not all(s[key] for s in seen):
@@ -672,6 +672,8 @@ HINTS = {
         "`weights_P[self.mine]`, a view: then only a share's moments exist.",
     ),
 }
+
+TITLE = "ZeRO"
 
 EXERCISES = (
     Exercise(
