@@ -63,3 +63,9 @@ def test_bytes_are_written_for_a_person():
         "3 MiB",
         "2 GiB",
     ]
+
+
+def test_a_cell_is_filled_only_where_something_was_sent():
+    figure = traffic.draw_traffic([Trace([event("send", r, (r + 1) % 4, 9, 9)]) for r in range(4)])
+    opaque = figure.axes[0].images[0].get_array()[..., 3]
+    assert (opaque > 0).tolist() == [[receiver == (sender + 1) % 4 for receiver in range(4)] for sender in range(4)]
