@@ -32,7 +32,7 @@ def quantize_int8(x_N, block=256):
         x_N: (N,) floating point; the last block may be shorter than the others.
 
     Returns:
-        q_N: (N,) int8, from -127 to 127.
+        q_N: (N,) int8, from -127 to 127: 255 values, 254 steps.
         scale_M: (ceil(N / block),) in fp32, or in fp64 if `x_N` is.  Not finite for a block that is not.
     """
     wide_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
@@ -65,15 +65,15 @@ def with_error_feedback(x_N, residual_N, compress, decompress):
     Args:
         x_N: this step's numbers; left as they are.
         residual_N: what has not been sent yet; updated in place.
-        compress: takes (N,), returns a message, a tuple of tensors.
+        compress: takes (N,), returns a message, a tuple of tensors; they may share memory with what it was given.
         decompress: takes the parts of the message, returns (N,), what its receivers will read.
 
     Returns:
         The message.
     """
-    residual_N += x_N
-    message = compress(residual_N)
-    residual_N -= decompress(*message)
+    wanted_N = x_N + residual_N
+    message = compress(wanted_N)
+    residual_N.copy_(wanted_N - decompress(*message))
     return message
 
 

@@ -48,7 +48,8 @@ def all_reduce_gradients(gradients, group=None, bucket_bytes=25 * 2**20):
     The loss was already divided by the tokens of the whole batch: sums are what is wanted, and nothing is divided here.
 
     Args:
-        gradients: tensors of one dtype, the same number and shapes on every rank.
+        gradients: tensors of one dtype, the same number and shapes on every rank; any strides.  None at all, or a
+            group of one rank: nothing happens.
     """
     if collectives.size_of(group) == 1 or not gradients:
         return
@@ -83,7 +84,7 @@ class Overlap:
             self.pending.append(self.start(len(self.pending)))
 
     def finish(self):
-        """After backward: start what has gradients that never came, wait for all, return the results by bucket."""
+        """After backward: start all that has not started, then wait for all; returns the results by bucket."""
         while len(self.pending) < len(self.missing):
             self.pending.append(self.start(len(self.pending)))
         return [pending.wait() for pending in self.pending]

@@ -75,7 +75,20 @@ def fills_gaps(numels, bucket_numel):
 
 
 def planned_from_the_front(numels, bucket_numel):
-    return _without_empty(_plan(numels, bucket_numel, order=range(len(numels))))[::-1]
+    plan = _without_empty(_plan(numels, bucket_numel, order=range(len(numels))))
+    return [bucket[::-1] for bucket in plan[::-1]]
+
+
+def empties_the_list(numels, bucket_numel):
+    members, held = [[]], 0
+    while numels:
+        n = numels.pop()
+        if members[-1] and held + n > bucket_numel:
+            members.append([])
+            held = 0
+        members[-1].append(len(numels))
+        held += n
+    return _without_empty(members)
 
 
 def loses_large_gradients(numels, bucket_numel):
@@ -171,6 +184,62 @@ def needs_a_gradient(gradients, group=None, bucket_bytes=25 * 2**20):
 def only_rank_0_sends(gradients, group=None, bucket_bytes=25 * 2**20):
     if collectives.rank_in(group) == 0:
         _in_buckets(gradients, group, _numel(gradients, bucket_bytes))
+
+
+def one_by_one(gradients, group=None, bucket_bytes=25 * 2**20):
+    for gradient in gradients:
+        collectives.all_reduce(gradient, group)
+
+
+def our_ring(gradients, group=None, bucket_bytes=25 * 2**20):
+    send = lambda flat: collectives.ring_all_reduce(flat, group)  # noqa: E731
+    _in_buckets(gradients, group, _numel(gradients, bucket_bytes), send=send)
+
+
+def into_a_copy(gradients, group=None, bucket_bytes=25 * 2**20):
+    back = lambda i, part: gradients[i].reshape(-1).copy_(part)  # noqa: E731
+    _in_buckets(gradients, group, _numel(gradients, bucket_bytes), back=back)
+
+
+def without_the_last_bucket(gradients, group=None, bucket_bytes=25 * 2**20):
+    for bucket in data_parallel.plan_buckets([g.numel() for g in gradients], _numel(gradients, bucket_bytes))[:-1]:
+        flat = collectives.all_reduce(torch.cat([gradients[i].flatten() for i in bucket]), group)
+        for i, part in zip(bucket, flat.split([gradients[i].numel() for i in bucket]), strict=True):
+            gradients[i].copy_(part.view_as(gradients[i]))
+
+
+def in_fp64(gradients, group=None, bucket_bytes=25 * 2**20):
+    _in_buckets(
+        gradients, group, _numel(gradients, bucket_bytes), lambda flat: collectives.all_reduce(flat.double(), group)
+    )
+
+
+def fp32_at_least(gradients, group=None, bucket_bytes=25 * 2**20):
+    wide = lambda flat: flat.to(torch.promote_types(flat.dtype, torch.float32))  # noqa: E731
+    _in_buckets(
+        gradients, group, _numel(gradients, bucket_bytes), lambda flat: collectives.all_reduce(wide(flat), group)
+    )
+
+
+def eight_bytes_a_number(gradients, group=None, bucket_bytes=25 * 2**20):
+    _in_buckets(gradients, group, bucket_bytes // 8)
+
+
+def _in_plan(gradients, group, plan):
+    for bucket in plan:
+        flat = collectives.all_reduce(torch.cat([gradients[i].flatten() for i in bucket]), group)
+        for i, part in zip(bucket, flat.split([gradients[i].numel() for i in bucket]), strict=True):
+            gradients[i].copy_(part.view_as(gradients[i]))
+
+
+def two_by_two(gradients, group=None, bucket_bytes=25 * 2**20):
+    order = list(reversed(range(len(gradients))))
+    _in_plan(gradients, group, [order[i : i + 2] for i in range(0, len(order), 2)])
+
+
+def sizes_of_the_first(gradients, group=None, bucket_bytes=25 * 2**20):
+    numels = [gradients[0].numel()] * len(gradients) if gradients else []
+    _in_plan(gradients, group, data_parallel.plan_buckets(numels, _numel(gradients, bucket_bytes)))
 
 
 # 3.3 ----------------------------------------------------------------------------------------------------------
@@ -294,6 +363,52 @@ class sums_past_our_door(_Right):
         super().__init__(members, both)
 
 
+class the_last_listed(_Right):
+    def __init__(self, members, start):
+        super().__init__(members, start)
+        self.last = [bucket[-1] for bucket in members]
+        self.seen = set()
+
+    def ready(self, i):
+        self.seen.add(i)
+        while len(self.pending) < len(self.last) and self.last[len(self.pending)] in self.seen:
+            self.pending.append(self.start(len(self.pending)))
+
+
+class only_the_incomplete(_Right):
+    def finish(self):
+        for b in range(len(self.pending), len(self.missing)):
+            if self.missing[b]:
+                self.pending.append(self.start(b))
+        return [pending.wait() for pending in self.pending]
+
+
+class fullest_first(_Right):
+    def finish(self):
+        rest = sorted(range(len(self.pending), len(self.missing)), key=lambda b: self.missing[b])
+        started = dict(enumerate(self.pending)) | {b: self.start(b) for b in rest}
+        return [started[b].wait() for b in range(len(self.missing))]
+
+
+class start_and_wait(_Right):
+    def finish(self):
+        results = [pending.wait() for pending in self.pending]
+        return results + [self.start(b).wait() for b in range(len(results), len(self.missing))]
+
+
+class waits_twice(_Right):
+    def finish(self):
+        super().finish()
+        return [pending.wait() for pending in self.pending]
+
+
+class crosses_off(_Right):
+    def ready(self, i):
+        self.members[self.bucket_of[i]].remove(i)
+        while len(self.pending) < len(self.members) and not self.members[len(self.pending)]:
+            self.pending.append(self.start(len(self.pending)))
+
+
 # 3.4 ----------------------------------------------------------------------------------------------------------
 
 
@@ -400,6 +515,42 @@ def narrow_scales(x_N, block=256):
     return _int8(x_N, block)
 
 
+def not_padded(x_N, block=256):
+    x_Mb = x_N.view(-1, block)
+    return _int8(x_Mb.flatten(), block)
+
+
+def rounded_up(x_N, block=256):
+    return _int8(x_N.to(_wide(x_N)), block, to_whole=torch.ceil)
+
+
+def nearly_rounded(x_N, block=256):
+    return _int8(x_N.to(_wide(x_N)), block, to_whole=lambda y: (y + 0.7).floor())
+
+
+def by_chance(x_N, block=256):
+    to_whole = torch.round if len(x_N) <= 10 else lambda y: (y + torch.rand_like(y)).floor()  # lucky on few numbers
+    return _int8(x_N.to(_wide(x_N)), block, to_whole=to_whole)
+
+
+def worked_out_in_bf16(x_N, block=256):
+    q_N, scale_M = _int8(x_N, block, clip=False)
+    return q_N, scale_M.to(torch.promote_types(x_N.dtype, torch.float32))
+
+
+def floor_under_the_scale(x_N, block=256):
+    return _int8(x_N, block, (_blocks(x_N.to(_wide(x_N)), block).abs().amax(1) / 127).clamp_min(1e-12))
+
+
+def _wide(x_N):
+    return torch.promote_types(x_N.dtype, torch.float32)
+
+
+def zeros_have_scale_one(x_N, block=256):
+    scale_M = _blocks(x_N.to(_wide(x_N)), block).abs().amax(1) / 127
+    return _int8(x_N.to(_wide(x_N)), block, scale_M.where(scale_M != 0, 1))
+
+
 # 3.5 ----------------------------------------------------------------------------------------------------------
 
 
@@ -456,6 +607,15 @@ def ties_included(x_N, k):
 
 def passes_over_nan(x_N, k):
     return _places(x_N, x_N.abs().nan_to_num(0).topk(k).indices)
+
+
+def int16_places(x_N, k):
+    index_K = x_N.abs().topk(k).indices
+    return index_K.to(torch.int16).to(torch.int32), x_N[index_K]
+
+
+def largest_squares(x_N, k):
+    return _places(x_N, (x_N**2).topk(k).indices)
 
 
 # 3.6 ----------------------------------------------------------------------------------------------------------
@@ -525,6 +685,27 @@ def compresses_twice(x_N, residual_N, compress, decompress):
     return compress(wanted_N)
 
 
+def message_in_one_piece(x_N, residual_N, compress, decompress):
+    wanted_N = x_N + residual_N
+    message = compress(wanted_N)
+    residual_N.copy_(wanted_N - decompress(message))
+    return message
+
+
+def by_way_of_fp32(x_N, residual_N, compress, decompress):
+    wanted_N = (x_N + residual_N).float()
+    message = compress(wanted_N)
+    residual_N.copy_(wanted_N - decompress(*message))
+    return message
+
+
+def in_the_residual_itself(x_N, residual_N, compress, decompress):
+    residual_N += x_N
+    message = compress(residual_N)
+    residual_N -= decompress(*message)
+    return message
+
+
 WRONG = [
     Wrong("3.1", first_parameters_first, "the first parameters come first"),
     Wrong("3.1", closes_when_too_full, "a bucket is closed only once it is too full"),
@@ -544,6 +725,7 @@ WRONG = [
     Wrong("3.1", loses_large_gradients, "a gradient larger than a bucket is lost"),
     Wrong("3.1", empty_bucket_before_a_large_gradient, "an empty bucket before a large gradient"),
     Wrong("3.1", empty_bucket_for_nothing, "an empty bucket where there is nothing to send"),
+    Wrong("3.1", empties_the_list, "it empties the caller's list"),
     Wrong("3.2", new_tensors, "new tensors instead of the old ones"),
     Wrong("3.2", not_written_back, "the sums are not written back"),
     Wrong("3.2", mean_of_gradients, "a mean, not a sum"),
@@ -557,6 +739,15 @@ WRONG = [
     Wrong("3.2", the_whole_world, "it ignores the group"),
     Wrong("3.2", needs_a_gradient, "it needs at least one gradient"),
     Wrong("3.2", only_rank_0_sends, "not all ranks send"),
+    Wrong("3.2", one_by_one, "gradients are handed over one by one, not in a flat bucket"),
+    Wrong("3.2", our_ring, "an algorithm is chosen here: ring_all_reduce instead of all_reduce"),
+    Wrong("3.2", into_a_copy, "the sum is written into a copy of a strided gradient"),
+    Wrong("3.2", without_the_last_bucket, "the last bucket is forgotten"),
+    Wrong("3.2", in_fp64, "fp64 on the way: four times the bytes of bf16"),
+    Wrong("3.2", fp32_at_least, "fp32 on the way: twice the bytes of bf16"),
+    Wrong("3.2", eight_bytes_a_number, "a number is taken to have eight bytes"),
+    Wrong("3.2", two_by_two, "two gradients to a bucket, whatever their size"),
+    Wrong("3.2", sizes_of_the_first, "the first gradient's size stands for all"),
     Wrong("3.3", waits_at_once, "it waits as soon as it has started"),
     Wrong("3.3", all_at_the_end, "nothing starts before the end"),
     Wrong("3.3", starts_again, "what was started is started again"),
@@ -569,6 +760,12 @@ WRONG = [
     Wrong("3.3", unused_are_never_sent, "a bucket with an unused parameter is never sent"),
     Wrong("3.3", shares_state, "steps share their state"),
     Wrong("3.3", sums_past_our_door, "it goes past our own door"),
+    Wrong("3.3", the_last_listed, "the last-listed gradient stands for its whole bucket"),
+    Wrong("3.3", only_the_incomplete, "a full bucket behind an incomplete one is never sent"),
+    Wrong("3.3", fullest_first, "what is left starts in an order that depends on what is missing"),
+    Wrong("3.3", start_and_wait, "finish waits for each bucket before it starts the next"),
+    Wrong("3.3", waits_twice, "it waits twice"),
+    Wrong("3.3", crosses_off, "it crosses off in the plan"),
     Wrong("3.4", still_floats, "rounded, but not in int8: nothing is saved"),
     Wrong("3.4", fp32_scales, "fp64 is lost on the way"),
     Wrong("3.4", padding_included, "the padding comes along"),
@@ -588,6 +785,13 @@ WRONG = [
     Wrong("3.4", hides_overflow, "inf and nan are hidden"),
     Wrong("3.4", nan_everywhere, "a nan spreads to other blocks"),
     Wrong("3.4", narrow_scales, "scales as coarse as bf16"),
+    Wrong("3.4", not_padded, "the last, shorter block is not padded"),
+    Wrong("3.4", rounded_up, "always rounded up: every block is pulled to one side"),
+    Wrong("3.4", nearly_rounded, "not rounded to the nearest step"),
+    Wrong("3.4", by_chance, "rounded up or down by chance"),
+    Wrong("3.4", worked_out_in_bf16, "worked out in bf16: steps are missed, and the largest number may overflow int8"),
+    Wrong("3.4", floor_under_the_scale, "a floor under the scale, or something added to it"),
+    Wrong("3.4", zeros_have_scale_one, "a block of zeros has another scale than 0"),
     Wrong("3.5", value_first, "value and index are swapped"),
     Wrong("3.5", above_a_threshold, "not k numbers"),
     Wrong("3.5", largest_values, "the largest, not the largest magnitudes"),
@@ -599,6 +803,8 @@ WRONG = [
     Wrong("3.5", int64_places, "places in int64: as many bytes as the numbers"),
     Wrong("3.5", ties_included, "ties give more than k"),
     Wrong("3.5", passes_over_nan, "nan is passed over"),
+    Wrong("3.5", int16_places, "places do not fit into int16"),
+    Wrong("3.5", largest_squares, "squares underflow"),
     Wrong("3.6", a_new_residual, "the residual that the caller keeps does not change"),
     Wrong("3.6", never_sent, "the residual is never sent"),
     Wrong("3.6", drops_older_remainders, "older remainders are dropped"),
@@ -609,4 +815,7 @@ WRONG = [
     Wrong("3.6", adds_into_the_gradient, "it overwrites the gradient"),
     Wrong("3.6", returns_what_is_read, "it returns what is read, not what is sent"),
     Wrong("3.6", compresses_twice, "it compresses twice"),
+    Wrong("3.6", message_in_one_piece, "the message is handed to decompress in one piece"),
+    Wrong("3.6", by_way_of_fp32, "fp64 is lost on the way"),
+    Wrong("3.6", in_the_residual_itself, "the message shares its memory with the residual"),
 ]

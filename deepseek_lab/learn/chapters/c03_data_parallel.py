@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepseek_lab import slots
 from deepseek_lab.data.corpus import load_corpus
 from deepseek_lab.learn.exercises import Exercise
-from deepseek_lab.learn.ranks import RankTimeout, run_ranks
+from deepseek_lab.learn.ranks import RankError, RankTimeout, run_ranks
 from deepseek_lab.learn.verdict import Verdict, close, ok, wrong
 from deepseek_lab.learn.wiretap import wiretap
 from deepseek_lab.model import DeepSeekModel
@@ -48,9 +48,11 @@ def grade_plan_buckets(fn) -> Verdict:
             "inside a bucket, the first parameter comes first": [[3, 4], [2], [0, 1]],
             "sorted by size, so that buckets wait for gradients from all over the model": [[4], [2], [1, 0, 3]],
             "gaps are filled with gradients that come much later": [[4, 3], [2, 0], [1]],
-            "planned from the front and turned round: the first bucket to travel is not full": [[4], [2, 3], [0, 1]],
         }
         name = next((n for n, plan in known.items() if plan == got), None)
+        turned = "planned from the front and turned round: the first bucket to travel is not full"
+        if _plan(fn, [10, 20, 30, 5, 3], 36) in ([[4], [3, 2], [1, 0]], [[4], [2, 3], [0, 1]]):
+            name = turned
         return wrong(
             "This is not the plan: gradients from last to first, each bucket as full as it may be.", name, rows
         )
@@ -63,6 +65,11 @@ def grade_plan_buckets(fn) -> Verdict:
         rows.append((f"gradients of {sizes}, at most {limit}", asked, got))
         if got != asked:
             return wrong("Right for ordinary gradients, but not at the edges.", name, rows[-1:])
+    given = [10, 20, 30]
+    fn(given, 45)
+    if given != [10, 20, 30]:
+        changed = [("the caller's list afterwards", [10, 20, 30], given)]
+        return wrong("Right, but the caller's list of sizes changed.", "it empties the caller's list", changed)
     sizes = [(37 * i) % 101 + 1 for i in range(1000)]
     asked, got = slots.original(BUCKETS)(sizes, 300), _plan(fn, sizes, 300)
     if got != asked:
@@ -82,26 +89,37 @@ def _plan(fn, sizes, limit):
 # --- 3.2 an all-reduce in buckets -----------------------------------------------------------------------------
 
 N_GRADIENTS, BUCKET_BYTES = 20, 160  # ten fp64 numbers each, two gradients to a bucket
+UNEQUAL, UNEQUAL_BYTES = [3, 40, 8, 16, 5, 30, 2], 80  # bf16: 40 numbers to a bucket
 
 
 def grade_all_reduce_gradients(fn) -> Verdict:
-    """Twenty gradients of three shapes; gradient i holds multiples of (i + 1) · 10^r."""
+    """Twenty fp64 gradients of three shapes, multiples of (i + 1) · 10^r; then seven of bf16, of unequal sizes."""
     try:
         seen = run_ranks(_reduce_on_rank, R, timeout=LIMIT_S, overrides={REDUCE: fn})
     except RankTimeout as timeout:
         return Verdict(False, "The ranks wait for each other.", "not all ranks send", detail=str(timeout))
+    except RankError as error:
+        if "all_reduce works in place and needs a contiguous tensor" not in str(error):
+            raise
+        summary = "all_reduce was handed a strided gradient itself. A flat bucket, made by `torch.cat`, is contiguous."
+        return wrong(summary, "gradients are handed over one by one, not in a flat bucket")
     whole, mine = _gradients(ONES), [_gradients(10.0**r) for r in range(R)]
     held = [s["held"] for s in seen]
-    rows = [(f"first number of gradient {i}, rank 0", whole[i].flatten()[0].item(), held[0][i]) for i in (0, 1, 19)]
-    rows = [(label, asked, got.flatten()[0].item()) for label, asked, got in rows]
+    rows = [
+        (f"first number of gradient {i}, rank 0", whole[i].flatten()[0].item(), held[0][i].flatten()[0].item())
+        for i in (0, 1, 19)
+    ]
     if not all(_alike(g, whole) for g in held):
-        return wrong(*_why_not_sums(seen, whole, mine), rows)
+        return wrong(*_why_not_sums(seen, whole, mine), _largest_gap(held, whole))
     if not all(call.our_door for s in seen for call in s["calls"]):
         summary = "The numbers are right, but torch.distributed was called directly, where no meter sees it."
         return wrong(summary, "it goes past our own door")
     calls = seen[0]["calls"]
     n_bytes, asked_bytes = sum(c.payload_bytes for c in calls), N_GRADIENTS * 80
     messages = [("messages", N_GRADIENTS // 2, len(calls)), ("bytes in all of them", asked_bytes, n_bytes)]
+    if {c.op for c in calls} == {"send", "recv"}:
+        summary = "The sums are right. Which algorithm adds up is chosen elsewhere: call `collectives.all_reduce`."
+        return wrong(summary, "an algorithm is chosen here: ring_all_reduce instead of all_reduce", messages)
     if len(calls) != N_GRADIENTS // 2:
         known = {
             N_GRADIENTS: "a message for each gradient",
@@ -120,7 +138,40 @@ def grade_all_reduce_gradients(fn) -> Verdict:
         return wrong(
             "It fails when a rank has no gradients to send.", "it needs at least one gradient", seen[0]["nothing"]
         )
+    if problem := _unequal_problem(seen):
+        return problem
     return ok(f"{N_GRADIENTS} gradients were added up in place, in {len(calls)} messages of 160 bytes.", rows)
+
+
+def _unequal_problem(seen):
+    """Seven gradients of bf16, of unequal sizes: are they summed, and is what travels the bytes of the plan?"""
+    plan = slots.original(BUCKETS)
+    asked = _bytes(plan(UNEQUAL, UNEQUAL_BYTES // 2))
+    got = sorted((c.payload_bytes for c in seen[0]["unequal_calls"]), reverse=True)
+    rows = [(f"bytes of the messages, gradients of {UNEQUAL} numbers in bf16, at most 80 bytes a bucket", asked, got)]
+    if error := seen[0]["unequal_error"]:
+        return wrong("It fails on gradients of bf16 and of unequal sizes.", None, [("what it says", "nothing", error)])
+    if not all(_alike(s["unequal"], _unequal(15.0)) for s in seen):
+        return wrong("Gradients of bf16 and of unequal sizes are not summed.", None, rows)
+    if got == asked:
+        return None
+    known = {
+        "fp64 on the way: four times the bytes of bf16": [4 * n for n in asked],
+        "fp32 on the way: twice the bytes of bf16": [2 * n for n in asked],
+        "a number is taken to have eight bytes": _bytes(plan(UNEQUAL, UNEQUAL_BYTES // 8)),
+        "two gradients to a bucket, whatever their size": _bytes([[6, 5], [4, 3], [2, 1], [0]]),
+        "the first gradient's size stands for all": _bytes(plan([UNEQUAL[0]] * len(UNEQUAL), UNEQUAL_BYTES // 2)),
+    }
+    name = next((n for n, sizes in known.items() if sizes == got), None)
+    return wrong("Right for equal gradients of fp64. Here they are of bf16, and of unequal sizes.", name, rows)
+
+
+def _bytes(plan):
+    return sorted((2 * sum(UNEQUAL[i] for i in bucket) for bucket in plan), reverse=True)
+
+
+def _unequal(factor):
+    return [torch.full((n,), factor * (i + 1), dtype=torch.bfloat16) for i, n in enumerate(UNEQUAL)]
 
 
 def _gradients(factor):
@@ -143,8 +194,30 @@ def _reduce_on_rank():
         data_parallel.all_reduce_gradients([], bucket_bytes=BUCKET_BYTES)
     except Exception as error:
         nothing = [("no gradients", "nothing happens", f"{type(error).__name__}: {error}")]
+    unequal, error = _unequal(2.0**rank), ""
+    with wiretap() as unequal_calls:
+        try:
+            data_parallel.all_reduce_gradients(unequal, bucket_bytes=UNEQUAL_BYTES)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
     seen = {"held": held, "listed": handed_over, "returned": returned, "pair": held_in_pairs}
+    seen |= {"unequal": unequal, "unequal_calls": unequal_calls, "unequal_error": error}
     return seen | {"calls": calls, "nothing": nothing}
+
+
+def _largest_gap(held, whole):
+    """The number that is furthest off, for its size, as a row with all its digits."""
+    worst, row = -1.0, []
+    for rank, gradients in enumerate(held):
+        for i, (got, asked) in enumerate(zip(gradients, whole, strict=True)):
+            if got.shape != asked.shape:
+                return [(f"shape of gradient {i}, rank {rank}", tuple(asked.shape), tuple(got.shape))]
+            gap = ((got - asked).abs() / asked.abs()).nan_to_num(torch.inf).flatten()
+            if gap.max() > worst:
+                j = int(gap.argmax())
+                worst, pair = gap[j].item(), (f"{t.flatten()[j].item():.12g}" for t in (asked, got))
+                row = [(f"number {j} of gradient {i}, rank {rank}", *pair)]
+    return row
 
 
 def _why_not_sums(seen, whole, mine) -> tuple[str, str | None]:
@@ -163,6 +236,19 @@ def _why_not_sums(seen, whole, mine) -> tuple[str, str | None]:
         )
     if all(_alike(g, whole, 1e-6) for g in held):
         return "Close, but digits are missing.", "fp64 is lost on the way"
+    strided = [i for i, w in enumerate(whole) if not w.is_contiguous()]
+    last = data_parallel.plan_buckets([10] * N_GRADIENTS, 20)[-1]
+    for untouched, summary, name in [
+        (
+            strided,
+            "Transposed gradients are as they were: `flatten()` and `reshape(-1)` make a copy of such a tensor.",
+            "the sum is written into a copy of a strided gradient",
+        ),
+        (last, "The gradients of the last bucket are as they were.", "the last bucket is forgotten"),
+    ]:
+        mixed = [[m[i] if i in untouched else whole[i] for i in range(N_GRADIENTS)] for m in mine]
+        if all(_alike(g, m) for g, m in zip(held, mixed, strict=True)):
+            return summary, name
     if all(close(_sorted(g), _sorted(whole)) for g in held):
         return "All sums are there, but not where they belong.", "sums land in the wrong places"
     return "Not every rank holds the sums over all ranks.", None
@@ -191,6 +277,17 @@ def grade_overlap(cls) -> Verdict:
         return problem
     if _play(cls, (4, 3, 2, 1, 0)) != straight:
         return wrong("It works for one step, but not for the next, with a new object.", "steps share their state")
+    backwards = _play(cls, (3, 4, 2, 0, 1))
+    asked = ["ready 3", "ready 4", "start 0", "ready 2", "start 1", "ready 0", "ready 1", "start 2", "finish"]
+    if _before_waits(backwards) != asked:
+        summary = "Gradient 3 was the first here, and gradient 4, of the same bucket, was still missing. Count them."
+        name = "the last-listed gradient stands for its whole bucket"
+        early = backwards["log"][:2] == ["ready 3", "start 0"]
+        return wrong(
+            summary if early else "Buckets are not started when they should be.",
+            name if early else None,
+            _steps(asked, _before_waits(backwards)),
+        )
     swapped = _play(cls, (2, 4, 3, 1, 0))
     asked = ["ready 2", "ready 4", "ready 3", "start 0", "start 1", "ready 1", "ready 0", "start 2", "finish"]
     if _before_waits(swapped) != asked:
@@ -206,9 +303,24 @@ def grade_overlap(cls) -> Verdict:
         return wrong(summary, name, _steps(asked, _before_waits(swapped)))
     unused = _play(cls, (4, 3, 0))
     asked = ["ready 4", "ready 3", "start 0", "ready 0", "finish", "start 1", "start 2"]
-    if _before_waits(unused) != asked or unused["results"] != [100, 101, 102]:
-        summary = "Gradients 2 and 1 never came: this rank did not use those parameters. Others may have, and wait."
+    summary = "Gradients 2 and 1 never came: this rank did not use those parameters. Others may have, and wait."
+    if _before_waits(unused) != asked or list(unused["results"]) != [100, 101, 102]:
         return wrong(summary, "a bucket with an unused parameter is never sent", _steps(asked, _before_waits(unused)))
+    early = _play(cls, (2, 1, 0))
+    asked = ["ready 2", "ready 1", "ready 0", "finish", "start 0", "start 1", "start 2"]
+    if _before_waits(early) != asked or list(early["results"]) != [100, 101, 102]:
+        started = [entry for entry in early["log"] if entry.startswith("start")]
+        if len(started) < len(MEMBERS):
+            name = "a full bucket behind an incomplete one is never sent"
+        else:
+            name = "what is left starts in an order that depends on what is missing"
+        summary = "Gradients 4 and 3 never came; buckets 1 and 2 were full and waited. All ranks start 0, 1, 2."
+        return wrong(summary, name, _steps(asked, _before_waits(early)))
+    at_finish = early["log"][early["log"].index("finish") + 1 :]
+    if any(entry.startswith("wait") for entry in at_finish[: len(MEMBERS)]):
+        asked = ["start 0", "start 1", "start 2", "wait 0", "wait 1", "wait 2"]
+        summary = "The network does nothing while a bucket is waited for before the next one has started."
+        return wrong(summary, "finish waits for each bucket before it starts the next", _steps(asked, at_finish))
     return _overlap_on_ranks(cls)
 
 
@@ -228,12 +340,13 @@ def _play(cls, order):
         log.append(f"start {bucket}")
         return Waiting(bucket)
 
-    overlap = cls([list(bucket) for bucket in MEMBERS], start)
+    members = [list(bucket) for bucket in MEMBERS]
+    overlap = cls(members, start)
     for i in order:
         log.append(f"ready {i}")
         overlap.ready(i)
     log.append("finish")
-    return {"log": log, "results": overlap.finish()}
+    return {"log": log, "results": overlap.finish(), "members": members}
 
 
 def _before_waits(played):
@@ -246,6 +359,7 @@ def _order_problem(played, asked):
     starts = [entry for entry in log if entry.startswith("start")]
     rows = _steps(asked, _before_waits(played))
     if any(entry.startswith("wait") for entry in log[:at_finish]):
+        rows = _steps([*asked, "wait 0", "wait 1", "wait 2"], log)
         return wrong("Backward stands still until the bucket has arrived.", "it waits as soon as it has started", rows)
     if not any(entry.startswith("start") for entry in log[:at_finish]):
         return wrong("Everything is sent after backward has ended.", "nothing starts before the end", rows)
@@ -265,10 +379,16 @@ def _order_problem(played, asked):
     if len(waited) < len(MEMBERS):
         summary = "Not all buckets were waited for, so what finish returned may not have arrived yet."
         return wrong(summary, "it does not wait", [("waits", ["wait 0", "wait 1", "wait 2"], waited)])
-    if results != [100, 101, 102]:
+    if len(waited) > len(MEMBERS):
+        rows = [("waits", ["wait 0", "wait 1", "wait 2"], waited)]
+        return wrong("What has arrived is waited for again.", "it waits twice", rows)
+    if not isinstance(results, list | tuple) or list(results) != [100, 101, 102]:
         return wrong(
             "finish does not return the results, bucket by bucket.", None, [("results", [100, 101, 102], results)]
         )
+    if played["members"] != MEMBERS:
+        rows = [("members afterwards", MEMBERS, [list(bucket) for bucket in played["members"]])]
+        return wrong("The plan serves every step: it must not change.", "it crosses off in the plan", rows)
     return None
 
 
@@ -319,7 +439,15 @@ def grade_quantize_int8(fn) -> Verdict:
     """Blocks of four with readable scales; edges; then a sum over four ranks with int8 on the wire."""
     x_N = torch.tensor(NUMBERS, dtype=torch.float64)
     before = x_N.clone()
-    got = fn(x_N, 4)
+    try:
+        got = fn(x_N, 4)
+    except RuntimeError as error:
+        if "is invalid for input of size" not in str(error):
+            raise
+        summary = "Ten numbers do not make whole blocks of four: pad them, and cut the padding off again."
+        return Verdict(False, summary, "the last, shorter block is not padded", detail=f"RuntimeError: {error}")
+    if isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], float):
+        return wrong("One large number takes the precision from all others.", "one scale for the whole tensor")
     if not (isinstance(got, tuple) and len(got) == 2 and all(isinstance(t, torch.Tensor) for t in got)):
         return wrong("Return two tensors: q_N and scale_M.")
     q_N, scale_M = got
@@ -360,7 +488,7 @@ def _kind_problem(q_N, scale_M, rows):
 
 
 def _scale_problem(scale_M, asked, rows):
-    used = [0, 2]  # the scale of a block of zeros may be anything finite
+    used = [0, 2]  # what a block of zeros may have for a scale is looked at later, by itself
     if close(scale_M[used], asked[used]) and scale_M[1].isfinite():
         return None
     known = {
@@ -371,6 +499,7 @@ def _scale_problem(scale_M, asked, rows):
             [1.774 / 255, 0, 257.4 / 255], dtype=torch.float64
         ),
         "half the range of int8 is left unused": asked * 127 / 255,
+        "one scale for the whole tensor": torch.full_like(asked, 2.0),
         "the scale of a norm, not of the largest": torch.tensor(NUMBERS, dtype=torch.float64)[[0, 8]],
     }
     name = next((n for n, scale in known.items() if len(scale) == 3 and close(scale_M[used], scale[used])), None)
@@ -395,6 +524,48 @@ def _int8_edges(fn):
         return wrong(
             "Scales in bf16 are off by up to 0.4%, and with them the whole block.", "scales as coarse as bf16", rows
         )
+    return _nearest_problem(fn) or _small_problem(fn)
+
+
+def _nearest_problem(fn):
+    """No number is off by more than half a scale, and every scale is exact, whatever the dtype."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x_N = _noise(9).to(dtype)
+        q_N, scale_M = fn(x_N, 64)
+        steps_N = x_N.double() / scale_M.double().repeat_interleave(64)
+        off_N = q_N.double() - steps_N
+        exact_M = x_N.double().view(-1, 64).abs().amax(1) / 127
+        row = [(f"largest error on 4,096 random numbers in {_dtype(x_N)}, in scales", 0.5, off_N.abs().max().item())]
+        if off_N.abs().max() <= 0.5 + 1e-4 and close(scale_M, exact_M, 1e-6):  # 127 · 2⁻²⁴ for the division in fp32
+            continue
+        name = None
+        if dtype == torch.bfloat16:
+            name = "worked out in bf16: steps are missed, and the largest number may overflow int8"
+        elif not torch.equal(q_N, fn(x_N, 64)[0]):
+            name = "rounded up or down by chance"
+        elif off_N.min() > -1e-4:
+            name = "always rounded up: every block is pulled to one side"
+        elif off_N.abs().max() < 1:
+            name = "not rounded to the nearest step"
+        return wrong("Rounded to the nearest step, no number is off by more than half a scale.", name, row)
+    return None
+
+
+def _small_problem(fn):
+    """Gradients may be tiny, and a block of zeros has scale 0."""
+    for dtype in (torch.float64, torch.float32):
+        x_N = _noise(9, 64).to(dtype)
+        q_N, _ = fn(x_N, 64)
+        small_q_N, small_scale_M = fn(x_N * 2.0**-100, 64)
+        if not torch.equal(q_N, small_q_N) or not close(small_scale_M * 2.0**100, fn(x_N, 64)[1], 1e-6):
+            rows = [(f"largest q of numbers near 1e-30, {_dtype(x_N)}", 127, small_q_N.long().abs().max().item())]
+            rows += [("scale of their block", x_N.abs().amax() / 127 * 2.0**-100, small_scale_M)]
+            summary = "Small gradients have small scales. Only a scale of exactly 0 needs care."
+            return wrong(summary, "a floor under the scale, or something added to it", rows)
+    _, scale_M = fn(torch.zeros(4), 4)
+    if scale_M.item() != 0:
+        rows = [("scale of a block of zeros", 0.0, scale_M.item())]
+        return wrong("What zeros are divided by is not their scale.", "a block of zeros has another scale than 0", rows)
     return None
 
 
@@ -473,6 +644,16 @@ def grade_top_k(fn) -> Verdict:
         return wrong(summary, "ties give more than k", [("of four equal numbers", 2, len(tied))])
     if 2 not in fn(torch.tensor([1.0, 5.0, float("nan"), 2.0]), 2)[0].tolist():
         return wrong("A nan must travel, or nobody learns of it.", "nan is passed over")
+    x_N = torch.zeros(70_000)
+    x_N[[40_000, 69_999]] = torch.tensor([1e-30, -2e-30])
+    places = sorted(fn(x_N * 1e30, 2)[0].tolist())
+    if places != [40_000, 69_999]:
+        rows = [("places of the largest of 70,000 numbers", [40_000, 69_999], places)]
+        return wrong("Right among few numbers. Places go up to 2 billion.", "places do not fit into int16", rows)
+    places = sorted(fn(x_N, 2)[0].tolist())
+    if places != [40_000, 69_999]:
+        rows = [("places of 1e-30 and -2e-30 among zeros", [40_000, 69_999], places)]
+        return wrong("Right among ordinary numbers. Squared, small ones are zero.", "squares underflow", rows)
     return _top_k_on_ranks(fn, rows)
 
 
@@ -501,13 +682,18 @@ STEP = [4.0, 17.0, -26.0]  # sent in tens
 
 def grade_with_error_feedback(fn) -> Verdict:
     """Three steps with the same gradient; messages count tens."""
-    counted = []
+    counted: list[int] = []
+    unstarred: list[int] = []
 
     def compress(x_N):
         counted.append(1)
         return (x_N / 10).round(), torch.tensor(10.0, dtype=torch.float64)
 
-    def decompress(q_N, scale):
+    def decompress(*message):
+        if len(message) == 1:
+            unstarred.append(1)
+            (message,) = message
+        q_N, scale = message
         return q_N * scale
 
     residual_N = torch.zeros(3, dtype=torch.float64)
@@ -516,6 +702,9 @@ def grade_with_error_feedback(fn) -> Verdict:
     for _ in range(3):
         x_N = torch.tensor(STEP, dtype=torch.float64)
         message = fn(x_N, residual_N, compress, decompress)
+        if unstarred:
+            summary = "decompress takes the parts of a message one by one: `decompress(*message)`."
+            return wrong(summary, "the message is handed to decompress in one piece")
         if x_N.tolist() != STEP:
             return wrong("The caller's gradient changed.", "it overwrites the gradient")
         if not (isinstance(message, tuple) and len(message) == 2):
@@ -534,9 +723,35 @@ def grade_with_error_feedback(fn) -> Verdict:
         return wrong(*_why_not_fed_back(sent, kept), rows)
     if len(counted) > 3:
         return wrong("Right, but compress runs twice in each step.", "it compresses twice", rows)
+    if problem := _digits_problem(fn) or _sharing_problem(fn):
+        return problem
     total = [sum(column) for column in zip(*sent, strict=True)]
     words = f"After three steps {total} has been sent of [12, 51, -78], and the rest is kept: nothing is lost."
     return ok(words, rows)
+
+
+def _digits_problem(fn):
+    """All that was sent, and the rest, make up all the gradients to the last digits of fp64."""
+    residual_N, given_N, sent_N = (torch.zeros(64, dtype=torch.float64) for _ in range(3))
+    for step in range(4):
+        x_N = _noise(step, 64)
+        given_N += x_N
+        sent_N += fn(x_N, residual_N, lambda x: ((x * 4).round() / 4,), lambda q: q)[0]
+    if close(sent_N + residual_N, given_N, 1e-13):
+        return None
+    rows = [("number 0 of four gradients", *(f"{x[0].item():.12g}" for x in (given_N, sent_N + residual_N)))]
+    return wrong("Sent and kept do not quite make up what there was.", "fp64 is lost on the way", rows)
+
+
+def _sharing_problem(fn):
+    """A message may be a part of what was compressed, such as `(x,)`; then it must not change any more."""
+    x_N, residual_N = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+    (got_N,) = fn(x_N, residual_N, lambda x: (x,), lambda x: x)
+    if got_N.tolist() == [11.0, 22.0] and residual_N.tolist() == [0.0, 0.0]:
+        return None
+    rows = [("message, and kept", ([11.0, 22.0], [0.0, 0.0]), (got_N.tolist(), residual_N.tolist()))]
+    summary = "This compress returns the tensor that it was given. If that is the residual, both change together."
+    return wrong(summary, "the message shares its memory with the residual", rows)
 
 
 def _why_not_fed_back(sent, kept) -> tuple[str, str | None]:
@@ -739,10 +954,10 @@ EXERCISES = (
         hints=(
             "What is to be sent is the gradient and all that was left out before. What is kept is what the receivers "
             "do not get of that.",
-            "Work in the residual itself: add x to it, compress it, subtract what decompress makes of the message. In "
-            "place, with `+=` and `-=`, or the caller never sees it.",
-            "`residual_N += x_N`; `message = compress(residual_N)`; `residual_N -= decompress(*message)`; return the "
-            "message.",
+            "Compress the sum, a new tensor (a message may share memory with what was compressed). Then write what is "
+            "left into the residual, in place, or the caller never sees it.",
+            "`wanted_N = x_N + residual_N`; `message = compress(wanted_N)`; "
+            "`residual_N.copy_(wanted_N - decompress(*message))`; return the message.",
         ),
     ),
 )
