@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,13 @@ def peak_flops_per_s(device: torch.device, precision: str) -> float:
             torch.cuda.synchronize(device)
         done, elapsed = done + 1, time.perf_counter() - started
     return done * 2 * PEAK_SIZE**3 / elapsed
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held: of a GPU its tensors, of a CPU the whole process, libraries included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # absent on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

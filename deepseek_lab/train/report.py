@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from deepseek_lab.train import metrics
 from deepseek_lab.train.loop import Trainer
 from deepseek_lab.train.metrics import MetricsFile, read_metrics
 from deepseek_lab.viz.loss import draw_loss
@@ -108,6 +109,7 @@ class Reporter:
             "peak_flops_per_s": trainer.peak_flops_per_s,
             "ranks": {axis: trainer.mesh.size(axis) for axis in ("dp", "tp", "pp", "ep")},
             "state_bytes": trainer.engine.state_bytes(trainer.optimizer),
+            "peak_memory_bytes": metrics.peak_memory_bytes(trainer.device),
             "mine": self.mine,
             "samples": samples,
         }

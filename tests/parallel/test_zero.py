@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from deepseek_lab.learn import run_ranks
 from deepseek_lab.model import DeepSeekConfig
 from deepseek_lab.parallel import collectives, zero
+from deepseek_lab.parallel import engine as engine_module
 from deepseek_lab.parallel.config import ParallelConfig
 from deepseek_lab.parallel.engine import parallelize
 from deepseek_lab.parallel.mesh import build_mesh
@@ -180,3 +182,28 @@ def test_the_norm_counts_shares_once_and_copies_once():
     expected = (4 * (1 + 4) + 9 * 4) ** 0.5
     assert run_ranks(norm_of, 2, 2) == [pytest.approx(expected)] * 2
     assert run_ranks(norm_of, 2, 1) != [pytest.approx(expected)] * 2  # a copy counted by both
+
+
+def whole_parameters_alive(parallel):
+    """How many parameters that initialisation drew are alive whenever the next one is drawn."""
+    drawn, alive = [], []
+    own = engine_module.initial_weight
+
+    def initial_weight(name, shape, config, seed):
+        alive.append(sum(reference() is not None for reference in drawn))
+        weight = own(name, shape, config, seed)
+        drawn.append(weakref.ref(weight))
+        return weight
+
+    engine_module.initial_weight = initial_weight
+    engine = build(parallel)
+    engine_module.initial_weight = own
+    return max(alive), len(alive), sum(1 for _ in engine.model.parameters())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", [{"zero_stage": 3}, {"tp": 2, "zero_stage": 1}])
+def test_a_rank_never_holds_two_whole_parameters_at_once(layout):
+    for most, n_drawn, n_parameters in run_ranks(whole_parameters_alive, 2, ParallelConfig(**layout)):
+        assert most <= 1
+        assert n_drawn == n_parameters

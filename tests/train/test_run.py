@@ -94,6 +94,12 @@ def test_layouts_can_be_compared_from_the_command_line(text, tmp_path):
     assert four[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-9)
     samples = [json.loads((tmp_path / out / "summary.json").read_text())["samples"] for out in ("one", "four")]
     assert samples[0] == samples[1]
+    (alone, _), (spread, _) = (load_model(tmp_path / out) for out in ("one", "four"))  # to generate with, or to export
+    for name, weight in alone.named_parameters():
+        assert (spread.get_parameter(name) - weight).norm() <= 1e-9 * weight.norm(), name
+    summary = json.loads((tmp_path / "four" / "summary.json").read_text())
+    assert summary["ranks"] == {"dp": 2, "tp": 2, "pp": 1, "ep": 1}
+    assert summary["peak_memory_bytes"] > sum(summary["state_bytes"].values())
 
 
 @pytest.fixture(scope="module")
