@@ -149,8 +149,8 @@ def _unequal_problem(seen):
     asked = _bytes(plan(UNEQUAL, UNEQUAL_BYTES // 2))
     got = sorted((c.payload_bytes for c in seen[0]["unequal_calls"]), reverse=True)
     rows = [(f"bytes of the messages, gradients of {UNEQUAL} numbers in bf16, at most 80 bytes a bucket", asked, got)]
-    if error := seen[0]["unequal_error"]:
-        return wrong("It fails on gradients of bf16 and of unequal sizes.", None, [("what it says", "nothing", error)])
+    if failure := seen[0]["unequal_error"]:
+        return wrong("It fails on gradients of bf16 and of unequal sizes.", None, [("what it says", "nothing", failure)])
     if not all(_alike(s["unequal"], _unequal(15.0)) for s in seen):
         return wrong("Gradients of bf16 and of unequal sizes are not summed.", None, rows)
     if got == asked:
@@ -194,14 +194,14 @@ def _reduce_on_rank():
         data_parallel.all_reduce_gradients([], bucket_bytes=BUCKET_BYTES)
     except Exception as error:
         nothing = [("no gradients", "nothing happens", f"{type(error).__name__}: {error}")]
-    unequal, error = _unequal(2.0**rank), ""
+    unequal, failure = _unequal(2.0**rank), ""
     with wiretap() as unequal_calls:
         try:
             data_parallel.all_reduce_gradients(unequal, bucket_bytes=UNEQUAL_BYTES)
         except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
+            failure = f"{type(raised).__name__}: {raised}"
     seen = {"held": held, "listed": handed_over, "returned": returned, "pair": held_in_pairs}
-    seen |= {"unequal": unequal, "unequal_calls": unequal_calls, "unequal_error": error}
+    seen |= {"unequal": unequal, "unequal_calls": unequal_calls, "unequal_error": failure}
     return seen | {"calls": calls, "nothing": nothing}
 
 
@@ -644,17 +644,24 @@ def grade_top_k(fn) -> Verdict:
         return wrong(summary, "ties give more than k", [("of four equal numbers", 2, len(tied))])
     if 2 not in fn(torch.tensor([1.0, 5.0, float("nan"), 2.0]), 2)[0].tolist():
         return wrong("A nan must travel, or nobody learns of it.", "nan is passed over")
-    x_N = torch.zeros(70_000)
-    x_N[[40_000, 69_999]] = torch.tensor([1e-30, -2e-30])
-    places = sorted(fn(x_N * 1e30, 2)[0].tolist())
-    if places != [40_000, 69_999]:
-        rows = [("places of the largest of 70,000 numbers", [40_000, 69_999], places)]
-        return wrong("Right among few numbers. Places go up to 2 billion.", "places do not fit into int16", rows)
-    places = sorted(fn(x_N, 2)[0].tolist())
-    if places != [40_000, 69_999]:
-        rows = [("places of 1e-30 and -2e-30 among zeros", [40_000, 69_999], places)]
-        return wrong("Right among ordinary numbers. Squared, small ones are zero.", "squares underflow", rows)
+    if problem := _far_and_small_problem(fn):
+        return problem
     return _top_k_on_ranks(fn, rows)
+
+
+def _far_and_small_problem(fn):
+    """Two numbers far out among 70,000, first ordinary ones, then tiny ones."""
+    x_N, asked = torch.zeros(70_000), [40_000, 69_999]
+    x_N[asked] = torch.tensor([1e-30, -2e-30])
+    got = sorted(fn(x_N * 1e30, 2)[0].tolist())
+    if got != asked:
+        rows = [("places of the largest of 70,000 numbers", asked, got)]
+        return wrong("Right among few numbers. Places go up to 2 billion.", "places do not fit into int16", rows)
+    got = sorted(fn(x_N, 2)[0].tolist())
+    if got != asked:
+        rows = [("places of 1e-30 and -2e-30 among zeros", asked, got)]
+        return wrong("Right among ordinary numbers. Squared, small ones are zero.", "squares underflow", rows)
+    return None
 
 
 def _pairs(index_K, value_K):
