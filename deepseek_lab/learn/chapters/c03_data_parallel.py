@@ -237,7 +237,7 @@ def _why_not_sums(seen, whole, mine) -> tuple[str, str | None]:
     if all(_alike(g, whole, 1e-6) for g in held):
         return "Close, but digits are missing.", "fp64 is lost on the way"
     strided = [i for i, w in enumerate(whole) if not w.is_contiguous()]
-    last = data_parallel.plan_buckets([10] * N_GRADIENTS, 20)[-1]
+    last = slots.original(BUCKETS)([10] * N_GRADIENTS, 20)[-1]
     for untouched, summary, name in [
         (
             strided,
