@@ -81,12 +81,15 @@ def filled_paths() -> list[str]:
 def bind(path: str, function: Function) -> Any:
     """Give a function (or each method of a class) the two layers of globals that its slot calls for.
 
-    The package's own function comes back as it is.  A bound function pickles with the learner's own names only, so
-    what crosses to another process must be bound there again; `fill` does.
+    The package's own function comes back as it is, and also stands in for an exercise that is not written yet.  A
+    bound function pickles with the learner's own names only, so what crosses to another process must be bound there
+    again; `fill` does.
     """
     module, _ = resolve(path)
     if isinstance(function, type):
         return _relayer_class(function, module)
+    if getattr(function, "__unwritten__", False):
+        return original(path)
     function = getattr(function, "__answer__", function)
     if not isinstance(function, types.FunctionType) or _belongs(function, module):
         return function

@@ -137,3 +137,19 @@ def test_the_lab_folder_lies_beside_the_nearest_pyproject(tmp_path, monkeypatch)
     (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path / "notebooks")
     assert slots.lab_home() == tmp_path / ".lab"
+
+
+def test_an_unwritten_exercise_leaves_the_package_s_own_in_its_slot():
+    from deepseek_lab.learn import exercise
+
+    path = "deepseek_lab.model.norm.rms_norm"
+
+    @exercise(path)
+    def rms_norm(x, weight, eps):
+        """Not written yet."""
+        raise NotImplementedError("Exercise 1.1: write the body, then run check(rms_norm)")
+
+    own = slots.original(path)
+    with slots.filled({path: rms_norm}):
+        module, name = slots.resolve(path)
+        assert getattr(module, name) is own

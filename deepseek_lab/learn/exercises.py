@@ -83,6 +83,7 @@ def exercise(path: str) -> Callable[[Any], Any]:
 
         answer.__exercise__ = path  # type: ignore[attr-defined]
         answer.__answer__ = candidate  # type: ignore[attr-defined]
+        answer.__unwritten__ = unwritten  # type: ignore[attr-defined]
         return answer
 
     return mark
