@@ -12,7 +12,7 @@ from deepseek_lab.viz import data_parallel as draw
 from deepseek_lab.viz import timeline
 
 cost_box(
-    minutes=0.5,
+    minutes=1,
     ranks=4,
     memory="about 0.8 GB; ranks share the memory that they were forked with",
     at_scale="the same code over NCCL; a gradient of 14 GB where here it is 1 MB",

@@ -797,7 +797,7 @@ def windows(text_N, step, *, n_rows=8, length=64, rank=0, n_ranks=1):
     return mine[:, :-1], mine[:, 1:]
 
 
-def train(text_N, config, *, compress="none", optimizer="sgd", steps=70, n_rows=8, length=64):
+def train(text_N, config, *, compress="none", optimizer="sgd", steps=55, n_rows=8, length=64):
     """Train on the ranks' windows, all gradients in one bucket; returns the mean loss of each step, nats a byte."""
     rank, n_ranks = collectives.rank_in(), collectives.size_of()
     model = DeepSeekModel(config).train()
@@ -842,7 +842,7 @@ def mixed_rows(text_N, step, n_rows=8, length=64):
     return ids_BT, labels_BT
 
 
-def train_mixed(text_N, config, suspect, steps=80, n_rows=8):
+def train_mixed(text_N, config, suspect, steps=60, n_rows=8):
     """Train on rows of mixed lengths; returns the loss per byte of each step.  `suspect` is the puzzle 3-bug."""
     rank, n_ranks = collectives.rank_in(), collectives.size_of()
     mine = slice(rank * n_rows // n_ranks, (rank + 1) * n_rows // n_ranks)
