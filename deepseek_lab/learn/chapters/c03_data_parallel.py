@@ -150,7 +150,9 @@ def _unequal_problem(seen):
     got = sorted((c.payload_bytes for c in seen[0]["unequal_calls"]), reverse=True)
     rows = [(f"bytes of the messages, gradients of {UNEQUAL} numbers in bf16, at most 80 bytes a bucket", asked, got)]
     if failure := seen[0]["unequal_error"]:
-        return wrong("It fails on gradients of bf16 and of unequal sizes.", None, [("what it says", "nothing", failure)])
+        return wrong(
+            "It fails on gradients of bf16 and of unequal sizes.", None, [("what it says", "nothing", failure)]
+        )
     if not all(_alike(s["unequal"], _unequal(15.0)) for s in seen):
         return wrong("Gradients of bf16 and of unequal sizes are not summed.", None, rows)
     if got == asked:
