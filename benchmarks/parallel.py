@@ -48,7 +48,7 @@ class Contest:
 
 
 CONTESTS = [
-    Contest("DDP", {"dp": 4}, BUCKETS_MB),
+    Contest("DDP", {"dp": 4, "bucket_mb": 100.0}, BUCKETS_MB),
     Contest("ZeRO-2", {"dp": 4, "zero_stage": 2}, UNITS),
     Contest("ZeRO-3", {"dp": 4, "zero_stage": 3}, UNITS),
     Contest("tp 4", {"tp": 4}, [{}]),
@@ -61,7 +61,7 @@ class Contender:
     """One engine with its optimizer; `step` is a whole training step on this rank's rows."""
 
     def __init__(self, model: DeepSeekConfig, mesh: Mesh, parallel: dict[str, Any], which: str, **variant: Any):
-        settings = ParallelConfig(**parallel, **{k: v for k, v in variant.items() if k == "bucket_mb"})
+        settings = ParallelConfig(**parallel | {k: v for k, v in variant.items() if k == "bucket_mb"})
         build: Any = engine.parallelize
         how = {k: v for k, v in variant.items() if k == "blocks_per_unit"}
         if which == "torch":
