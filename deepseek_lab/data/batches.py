@@ -42,6 +42,7 @@ class Batch:
             yield Batch(self.input_ids[rows], self.labels[rows], self.doc_ids[rows])
 
     def to(self, device: torch.device) -> "Batch":
+        """The same batch on `device`."""
         return Batch(self.input_ids.to(device), self.labels.to(device), self.doc_ids.to(device))
 
 

@@ -354,6 +354,7 @@ class Pending:
         self._result, self._finish = result, finish
 
     def wait(self):
+        """The result, once it is complete."""
         if self._finish is not None:
             self._finish()
         return self._result
@@ -466,6 +467,7 @@ def set_algorithm(name: str) -> None:
 
 
 def algorithm() -> str:
+    """What `set_algorithm` chose."""
     return _algorithm
 
 

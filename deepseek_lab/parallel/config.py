@@ -66,8 +66,6 @@ class ParallelConfig:
                 f"parallel.compression={self.compression!r} compresses an all-reduce of whole gradients, which "
                 f"parallel.zero_stage={self.zero_stage} does not have; use zero_stage 0"
             )
-        if self.pp > 1 or self.chunks > 1 or self.ep > 1:
-            raise ValueError("parallel.pp, parallel.chunks and parallel.ep are not built yet; leave them at 1")
         if self.dp is not None and self.dp % self.ep:
             raise ValueError(
                 f"parallel.ep={self.ep} does not divide parallel.dp={self.dp}; use {divisors(self.dp)} (experts are "
@@ -95,6 +93,8 @@ class ParallelConfig:
             )
         if (dp := self.sizes(world_size)["dp"]) % self.ep:
             raise ValueError(f"parallel.ep={self.ep} does not divide the {dp} data-parallel ranks; use {divisors(dp)}")
+        if self.pp > 1 or self.chunks > 1 or self.ep > 1:
+            raise ValueError("parallel.pp, parallel.chunks and parallel.ep are not built yet; leave them at 1")
 
     def check_torch_engine(self, mixed: bool) -> None:
         """Raises ValueError for what PyTorch's own parts do not do; `mixed`: with wider weights for the optimizer."""

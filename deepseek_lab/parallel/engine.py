@@ -131,6 +131,7 @@ class Engine:
     # --- passes ---------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
         for bucket in self.buckets:
             bucket.zero_grad()
 
@@ -195,6 +196,7 @@ class Engine:
         data_parallel.all_reduce_gradients(parts, self.mesh.group("tp"), self._bucket_bytes)
 
     def grad_norm(self) -> Tensor:
+        """The norm of all gradients, each number of the model once; the same on every rank."""
         tp = self.mesh.size("tp")
         pieces = list(self._pieces())
         nothing = self.buckets[0].my_gradients_S.new_zeros(1)  # a rank's shares may be all padding
@@ -204,6 +206,7 @@ class Engine:
         return zero.global_grad_norm(gradients, copies, groups)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
+        """Multiply all gradients by `factor`."""
         torch._foreach_mul_([piece.gradient for piece in self._pieces()], torch.as_tensor(factor))
 
     def optimizer_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -213,6 +216,7 @@ class Engine:
         return matrices, vectors
 
     def after_step(self) -> None:
+        """Put what the optimizer wrote where the model reads it."""
         for pending in [bucket.after_step() for bucket in self.buckets]:
             pending.wait()
 
@@ -281,9 +285,9 @@ class Engine:
         masters = [b.master_S for b in self.buckets if b.master_S is not b.my_weights_S]
         moments = [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1]
         return {
-            "parameters": _storage_bytes(weights),
-            "gradients": _storage_bytes([g for g in gradients if g is not None]),
-            "optimizer": _storage_bytes(masters + moments),
+            "parameters": zero.storage_bytes(weights),
+            "gradients": zero.storage_bytes([g for g in gradients if g is not None]),
+            "optimizer": zero.storage_bytes(masters + moments),
         }
 
 
@@ -294,10 +298,6 @@ def _part(piece: zero.Piece, kind: str, optimizer: torch.optim.Optimizer | None)
         return piece.gradient
     assert optimizer is not None
     return optimizer.state[piece.tensor][kind]
-
-
-def _storage_bytes(tensors: list[Tensor]) -> int:
-    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors) if s.nbytes()}.values())
 
 
 def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -173,6 +173,7 @@ def use_link(link: Link | None) -> None:
 
 
 def current_link() -> Link | None:
+    """What `use_link` chose."""
     return _link
 
 

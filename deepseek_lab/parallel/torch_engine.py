@@ -42,7 +42,7 @@ from deepseek_lab.parallel.config import ParallelConfig
 from deepseek_lab.parallel.mesh import Mesh
 from deepseek_lab.parallel.recompute import apply_recompute
 from deepseek_lab.parallel.tensor import Layout
-from deepseek_lab.parallel.zero import Piece
+from deepseek_lab.parallel.zero import Piece, storage_bytes
 
 
 def parallelize(
@@ -348,6 +348,7 @@ class TorchEngine:
     # --- passes ---------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -403,6 +404,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor | float) -> None:
+        """Multiply all gradients by `factor`."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         torch._foreach_mul_([_local(g) for g in gradients], factor)
 
@@ -464,7 +466,7 @@ class TorchEngine:
         gradients = [p.grad for p in weights if p.grad is not None]
         moments = [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1]
         kinds: dict[str, list[Tensor]] = {"parameters": weights, "gradients": gradients, "optimizer": moments}
-        return {kind: _storage_bytes(held) for kind, held in kinds.items()}
+        return {kind: storage_bytes([_local(t.detach()) for t in held]) for kind, held in kinds.items()}
 
     def _part(self, kind: str, name: str, optimizer: torch.optim.Optimizer | None) -> Tensor:
         parameter = self.parameters[name]
@@ -494,8 +496,3 @@ def _whole(x: Tensor) -> Tensor:
         placements[axis] = Replicate()
         x = x.redistribute(placements=placements)
     return x.to_local()
-
-
-def _storage_bytes(tensors: list[Tensor]) -> int:
-    storages = [_local(t.detach()).untyped_storage() for t in tensors]
-    return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())

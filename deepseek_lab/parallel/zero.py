@@ -122,6 +122,7 @@ class Piece:
 
     @property
     def gradient(self) -> Tensor:
+        """What the optimizer will read; RuntimeError before the engine has handed it over."""
         if self.tensor.grad is None:
             raise RuntimeError(f"{self.name} has no gradient yet; call finish_backward() first")
         return self.tensor.grad
@@ -188,6 +189,7 @@ class Bucket:
     # --- gradients ------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
         (self.my_gradients_S if self.gradients_P is None else self.gradients_P).zero_()
 
     def take(self, name: str, parameter: nn.Parameter) -> None:
@@ -205,6 +207,7 @@ class Bucket:
         return Reduction(self, start_reduction(self.gradients_P, self.stage, self.group))
 
     def receive(self, total: Tensor) -> None:
+        """Keep what an addition over the ranks gave: `total` is the result of `start_reduction`."""
         if self.stage == 1:
             self.my_gradients_S.copy_(total)
         elif self.stage >= 2:
@@ -241,10 +244,16 @@ class Reduction:
         self.received = False
 
     def wait(self) -> None:
+        """Return once the bucket has its sums."""
         if not self.received:
             self.bucket.receive(self.pending.wait())
             self.received = True
             del self.pending  # and what it holds
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of memory behind `tensors`, every storage once."""
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors) if s.nbytes()}.values())
 
 
 @dataclass

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 
@@ -57,6 +57,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
+        """Stages of the model, over all ranks."""
         return self.ranks * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
@@ -257,7 +258,7 @@ class Timeline:
     schedule: Schedule
     spans: list[list[Span]]
     work: float  # what one rank computes
-    kept: list[int] = field(default_factory=list)
+    peak_activations: list[int]  # the most micro-batches of single chunks whose activations each rank holds at once
 
     @property
     def makespan(self) -> float:
@@ -268,11 +269,6 @@ class Timeline:
     def bubble_rate(self) -> float:
         """The share of the makespan in which a rank computes nothing (arXiv 2401.10241, section 5.3)."""
         return 1 - self.work / self.makespan
-
-    @property
-    def peak_activations(self) -> list[int]:
-        """The most micro-batches of one chunk whose activations each rank holds at once."""
-        return self.kept
 
 
 def simulate(
@@ -289,26 +285,30 @@ def simulate(
         ValueError: when the ranks wait for each other, naming what each waits for.
     """
     takes = {"F": t_f, "B": t_b + t_w, "I": t_b, "W": t_w}
+    left = [deque(actions) for actions in schedule.compute]
     spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
     ends: dict[tuple[str, int, int], float] = {}
 
-    def ready(rank: int, action: Action) -> float | None:
-        """When the input of `action` is there; None when it has not been worked out yet."""
+    def input_at(rank: int) -> float | None:
+        """When the input of the rank's next action is there; None when it has not been worked out yet."""
         latest = 0.0
-        for need, other in needs(schedule, rank, action):
+        for need, other in needs(schedule, rank, left[rank][0]):
             if need not in ends:
                 return None
             latest = max(latest, ends[need] + (t_comm if other != rank else 0.0))
         return latest
 
-    def run(rank: int, action: Action, at: float) -> None:
-        free = spans[rank][-1].end if spans[rank] else 0.0
-        start = max(free, at)
+    while any(left):
+        possible = [(at, rank) for rank in range(schedule.ranks) if left[rank] and (at := input_at(rank)) is not None]
+        if not possible:
+            waiting = [str(actions[0]) if actions else "done" for actions in left]
+            raise ValueError(f"{schedule.name}: every rank waits for another: ranks 0, 1, … are at {waiting}")
+        at, rank = min(possible)
+        action = left[rank].popleft()
+        start = max(at, spans[rank][-1].end if spans[rank] else 0.0)
         end = start + sum(takes[step.kind] for step in action.steps())
         spans[rank].append(Span(rank, action, start, end))
         ends.update({ended(schedule, rank, step): end for step in action.steps()})
-
-    _play(schedule, ready, run)
     work = sum(takes[step.kind] for action in schedule.compute[0] for step in action.steps())
     return Timeline(schedule, spans, work, [_most_kept(actions) for actions in schedule.compute])
 
@@ -335,25 +335,8 @@ def ended(schedule: Schedule, rank: int, step: Action) -> tuple[str, int, int]:
 
 
 def direction(step: Action) -> str:
+    """Whether what `step` makes travels forward ("F", an activation) or backward ("B", a gradient)."""
     return "F" if step.kind == "F" else "B"
-
-
-def _play(schedule: Schedule, ready, run) -> None:
-    """Go through all lists, always with the action whose input is there first."""
-    place = [0] * schedule.ranks
-    while any(place[rank] < len(schedule.compute[rank]) for rank in range(schedule.ranks)):
-        possible = []
-        for rank in range(schedule.ranks):
-            if place[rank] < len(schedule.compute[rank]):
-                action = schedule.compute[rank][place[rank]]
-                if (at := ready(rank, action)) is not None:
-                    possible.append((at, rank, action))
-        if not possible:
-            waiting = [str(a[n]) if n < len(a) else "done" for a, n in zip(schedule.compute, place, strict=True)]
-            raise ValueError(f"{schedule.name}: every rank waits for another: ranks 0, 1, … are at {waiting}")
-        at, rank, action = min(possible, key=lambda item: item[:2])
-        run(rank, action, at)
-        place[rank] += 1
 
 
 def _most_kept(actions: tuple[Action, ...]) -> int:

@@ -22,6 +22,7 @@ Settings and their defaults:"""
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Read the command line, train, return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print(USAGE)
@@ -59,6 +60,7 @@ def parse(arguments: list[str]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, object]:
+    """Nested settings by their dotted names."""
     flat: dict[str, object] = {}
     for name, value in values.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}

@@ -55,9 +55,11 @@ class Part:
 
     @property
     def name(self) -> str:
+        """The part's own name within its file."""
         return f"{self.key}/{self.slice}/{self.start}"
 
     def facts(self, file: str) -> dict[str, Any]:
+        """What the index says of the part: where it is, and of what."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "tensor"}
         return found | {"file": file, "name": self.name}
 

@@ -137,6 +137,7 @@ class RunConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
+        """Nested dictionaries, section by section."""
         return dataclasses.asdict(self)
 
     def save(self, path: Path) -> None:

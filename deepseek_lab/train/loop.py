@@ -55,6 +55,7 @@ class Trainer:
     # --- one step ---------------------------------------------------------------------------------------------
 
     def batch(self, step: int) -> Batch:
+        """This rank's rows of the global batch of `step`, counted from 0."""
         train, data, mesh = self.config.train, self.config.data, self.mesh
         return batches.train_batch(
             self.tokens["train"],
@@ -109,6 +110,7 @@ class Trainer:
         return math.ceil(share / self.config.train.micro_batch_size)
 
     def loss_sum(self, batch: Batch, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss of `batch`, nats, and how many labels counted, in the precision of the run."""
         batch = batch.to(self.device)
         doc_ids = batch.doc_ids if self.config.data.document_mask else None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):

@@ -27,6 +27,7 @@ def build_optimizer(matrices: list[Tensor], vectors: list[Tensor], config: Optim
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Of all groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 

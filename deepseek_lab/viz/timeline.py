@@ -37,6 +37,7 @@ class Span:
 
     @property
     def stop_s(self) -> float:
+        """When it ended."""
         return self.start_s + self.seconds
 
 

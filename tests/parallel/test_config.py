@@ -23,7 +23,7 @@ TINY = DeepSeekConfig.preset("tiny")
         ({"schedule": "2f2b"}, "is not known"),
         ({"bucket_mb": 0.0}, "more than 0"),
         ({"compression": "topk", "zero_stage": 1}, "use zero_stage 0"),
-        ({"pp": 2}, "not built yet"),
+        ({"dp": 4, "ep": 3}, "ep=3 does not divide parallel.dp=4; use 1, 2 or 4"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):
@@ -37,6 +37,9 @@ def test_settings_that_cannot_be(settings, message):
         ({"dp": 3}, 4, "dp=3 x tp=1 x pp=1 = 3 does not match the 4 ranks"),
         ({"dp": 2, "tp": 4}, 4, "--num_processes 8"),
         ({"tp": 3}, 4, "must be one of 1, 2 or 4"),
+        ({"ep": 3}, 4, "ep=3 does not divide the 4 data-parallel ranks"),
+        ({"pp": 2}, 4, "not built yet"),
+        ({"ep": 2}, 4, "not built yet"),
     ],
 )
 def test_layouts_that_do_not_fit_the_ranks(settings, world_size, message):
@@ -52,6 +55,7 @@ def test_layouts_that_do_not_fit_the_ranks(settings, world_size, message):
         ({"moe_intermediate_size": 42}, {"tp": 4}, "moe_intermediate_size=42"),
         ({"intermediate_size": 42}, {"tp": 4}, "intermediate_size=42"),
         ({}, {"tp": 4, "sequence_parallel": True}, "data.seq_len=126"),
+        ({}, {"ep": 3}, "n_routed_experts=8; use 1, 2, 4 or 8"),
     ],
 )
 def test_models_that_cannot_be_split(change, settings, message):

@@ -93,4 +93,5 @@ def test_mixed_precision_resumes_from_its_master_weights(tmp_path):
         train, 4, tmp_path, {"tp": 2, "zero_stage": 3}, True, 1, precision="mixed", timeout=120
     )[0]
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-    assert losses[0] == pytest.approx(4.1, abs=0.3)
+    at_home = run_ranks(train, 2, tmp_path, {"zero_stage": 2}, True, 1, precision="mixed", timeout=120)[0][0]
+    assert losses == pytest.approx(at_home, rel=2**-8)  # bf16 rounds sums to eight bits, in another order
