@@ -31,12 +31,14 @@ def note_attempt(number: str, passed: bool) -> None:
 
 
 def note_hint(number: str, n: int) -> None:
+    """The learner has opened hint `n` of an exercise."""
     everything, entry = _entry(number)
     entry["hints"] = max(entry.get("hints", 0), n)
     _save(everything)
 
 
 def note_reveal(number: str) -> None:
+    """The learner has looked at the solution of an exercise."""
     everything, entry = _entry(number)
     entry["revealed"] = True
     _save(everything)

@@ -118,6 +118,7 @@ class Setting:
     dtype: torch.dtype = torch.float64
 
     def make(self, make: Make, rank: int) -> Case:
+        """The case of one rank in this setting."""
         place = rank if self.n_ranks == R else rank // 2
         case = make(place, self.n_ranks, self.split)
         case.arguments = [t.to(self.dtype) if t.is_floating_point() else t for t in case.arguments]
@@ -378,6 +379,7 @@ def _serial(function, c, *arguments):
 
 
 def grade_column_parallel_linear(fn) -> Verdict:
+    """Outputs, gradients and collectives on four ranks and on pairs, the sequence whole and split, x used once and twice."""
     _, w, c = _column_parts()
     bands, weights = w.chunk(R), c.chunk(R, -1)
     parts = [c_l @ w_l for c_l, w_l in _both(weights, bands)]
@@ -450,6 +452,7 @@ def _row_case(place, n_ranks, split) -> Case:
 
 
 def grade_row_parallel_linear(fn) -> Verdict:
+    """The same of the second matrix of a pair, on the ring as well, and in bf16 for its bytes."""
     x, w, _ = _row_parts()
     partial = [x_l @ w_l.T for x_l, w_l in _both(x.chunk(R, -1), w.chunk(R, 1))]
 
@@ -515,6 +518,7 @@ def _embedding_case(place, n_ranks, split) -> Case:
 
 
 def grade_vocab_parallel_embedding(fn) -> Verdict:
+    """Tokens of every rank's band, its first and last included; ids must stay as they are."""
     w, _ = _embedding_parts()
     bands, V_l = w.chunk(R), VOCABULARY // R
     local = [IDS - r * V_l for r in range(R)]
@@ -887,6 +891,8 @@ def _call_gather(arguments, group, _):
 
 
 def grade_gather_sequence(fn) -> Verdict:
+    """Forward and backward, on four ranks and on pairs, and what is kept in between."""
+
     def recognise(setting, what, got, cases):
         if what == "y":
             shapes = {tuple(g.shape) for g in got}
