@@ -379,7 +379,7 @@ def _serial(function, c, *arguments):
 
 
 def grade_column_parallel_linear(fn) -> Verdict:
-    """Outputs, gradients and collectives on four ranks and on pairs, the sequence whole and split, x used once and twice."""
+    """Outputs, gradients and collectives, on four ranks and on pairs, the sequence whole and split, x used twice."""
     _, w, c = _column_parts()
     bands, weights = w.chunk(R), c.chunk(R, -1)
     parts = [c_l @ w_l for c_l, w_l in _both(weights, bands)]
