@@ -51,7 +51,7 @@ def covering(axes: Axes, strength: int, possible: Callable[[Cell], bool] = possi
     cells = []
     while missing:
         cell = dict(next(iter(missing)))
-        for name in sorted(set(axes) - set(cell), key=lambda name: -len(axes[name])):
+        for name in sorted((name for name in axes if name not in cell), key=lambda name: -len(axes[name])):
             choices = [{**cell, name: value} for value in axes[name]]
             fit = [c for c in choices if any(True for _ in _completions(c, axes, possible))]
             cell = max(fit, key=lambda c: len(_covered(c, name, missing)))

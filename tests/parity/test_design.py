@@ -1,5 +1,8 @@
 """Covering designs cover, and stay small."""
 
+import os
+import subprocess
+import sys
 from itertools import combinations, product
 
 import pytest
@@ -30,6 +33,16 @@ def test_a_design_is_the_same_each_time_and_far_smaller_than_the_product():
     assert len(covering(AXES, 2)) < 25 < 100 < everything
     assert len(covering(AXES, 3)) < 80
     assert max(world_size(cell) for cell in covering(AXES, 3)) <= design.MOST_RANKS
+
+
+def test_a_design_does_not_depend_on_the_process():
+    """Strings are hashed differently in each process, and pytest's workers must all collect the same cells."""
+    script = "from tests.parity.design import AXES, covering; print(covering(AXES, 2))"
+    printed = [
+        subprocess.check_output([sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed})
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1]
 
 
 def test_another_axis_is_one_more_line():
