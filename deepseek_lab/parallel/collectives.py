@@ -14,6 +14,7 @@ Shapes: R ranks of the group, N rows, C elements of a chunk; B batch, T tokens (
 """
 
 import contextlib
+import functools
 import math
 import pickle
 import time
@@ -64,7 +65,9 @@ __all__ = [
     "size_of",
     "start_all_gather",
     "start_all_reduce",
+    "start_recv",
     "start_reduce_scatter",
+    "start_send",
 ]
 
 # --- ring algorithms, from messages -------------------------------------------------------------------------
@@ -506,34 +509,77 @@ def recv(x, src, group=None, tag=0):
         return x
 
 
+def start_send(x, dst, group=None, tag=0) -> Pending:
+    """Start `send`; leave `x` alone until `wait()`."""
+    x = x.contiguous()
+    what = f"send {_size(x)} {_dtype(x)} to rank {dst}, started earlier"
+    return _start_message("send", what, group, dst, x.nbytes, x.nbytes, x, send_x=x, dst=dst, tag=tag)
+
+
+def start_recv(x, src, group=None, tag=0) -> Pending:
+    """Start `recv`; `x` holds what rank `src` sent once `wait()` returns it."""
+    what = f"recv {_size(x)} {_dtype(x)} from rank {src}, started earlier"
+    return _start_message("recv", what, group, src, x.nbytes, 0, x, recv_x=x, src=src, tag=tag)
+
+
+def _start_message(op, what, group, peer, payload_bytes, wire_bytes, result, **how) -> Pending:
+    start_s = time.monotonic()
+    metered = functools.partial(_message, op, what, group, (peer,), payload_bytes, wire_bytes)
+    metered(start_s=start_s)  # refuses peers that cannot be
+    with meter.posting(op):
+        transfer = _Transfer(group, **how)
+
+    def finish():
+        with metered(start_s=start_s) as current:
+            transfer.wait()
+            current.not_before = transfer.not_before
+            current.done_s = transfer.not_before or None
+
+    return Pending(result, finish)
+
+
 _STAMP_TAG = 1 << 20  # with a chosen Link, the time of departure travels beside each message
 
 
 def _transfer(current, group, tag, send_x=None, dst=None, recv_x=None, src=None):
-    """Post both directions, then wait for both.  A dropped Work would lose its message, so all are kept."""
-    link, posts, stamps = meter.current_link(), [], {}
-    if send_x is not None and send_x.numel():
-        posts.append((dist.isend, send_x, dst, tag))
-        if link:
-            leaves_s = meter.departure(send_x.nbytes)
-            current.not_before = leaves_s + link.seconds(send_x.nbytes)
-            posts.append((dist.isend, _clock(send_x, leaves_s), dst, tag + _STAMP_TAG))
-    if recv_x is not None and recv_x.numel():
-        _require_contiguous(recv_x, "receive")
-        posts.append((dist.irecv, recv_x, src, tag))
-        if link:
-            stamps["left_s"] = _clock(recv_x)
-            posts.append((dist.irecv, stamps["left_s"], src, tag + _STAMP_TAG))
-    if any(x.is_cuda for _, x, _, _ in posts):  # NCCL wants them posted as one
-        works = dist.batch_isend_irecv([dist.P2POp(op, x, group=group, group_peer=p, tag=t) for op, x, p, t in posts])
-    else:
-        peers = {dist.isend: "group_dst", dist.irecv: "group_src"}
-        works = [op(x, group=group, tag=t, **{peers[op]: p}) for op, x, p, t in posts]
-    for work in works:
-        work.wait()
-    if stamps:
-        arrives_s = stamps["left_s"].item() + link.seconds(recv_x.nbytes)
-        current.not_before = max(current.not_before, arrives_s)
+    """Both directions of a message, at once."""
+    transfer = _Transfer(group, send_x, dst, recv_x, src, tag)
+    transfer.wait()
+    current.not_before = transfer.not_before
+
+
+class _Transfer:
+    """A message in one direction or both, posted; a dropped Work would lose its message, so all are kept."""
+
+    def __init__(self, group, send_x=None, dst=None, recv_x=None, src=None, tag=0):
+        self.link, self.not_before, self.received, self.left_s = meter.current_link(), 0.0, recv_x, None
+        self.posts = posts = []
+        if send_x is not None and send_x.numel():
+            posts.append((dist.isend, send_x, dst, tag))
+            if self.link:
+                leaves_s = meter.departure(send_x.nbytes)
+                self.not_before = leaves_s + self.link.seconds(send_x.nbytes)
+                posts.append((dist.isend, _clock(send_x, leaves_s), dst, tag + _STAMP_TAG))
+        if recv_x is not None and recv_x.numel():
+            _require_contiguous(recv_x, "receive")
+            posts.append((dist.irecv, recv_x, src, tag))
+            if self.link:
+                self.left_s = _clock(recv_x)
+                posts.append((dist.irecv, self.left_s, src, tag + _STAMP_TAG))
+        if any(x.is_cuda for _, x, _, _ in posts):  # NCCL wants them posted as one
+            p2p = [dist.P2POp(op, x, group=group, group_peer=peer, tag=tag) for op, x, peer, tag in posts]
+            self.works = dist.batch_isend_irecv(p2p)
+        else:
+            peers = {dist.isend: "group_dst", dist.irecv: "group_src"}
+            self.works = [op(x, group=group, tag=tag, **{peers[op]: peer}) for op, x, peer, tag in posts]
+
+    def wait(self):
+        """Return once all has been sent and received; `not_before` is then when the chosen link could have done it."""
+        for work in self.works:
+            work.wait()
+        if self.left_s is not None:
+            arrives_s = self.left_s.item() + self.link.seconds(self.received.nbytes)
+            self.not_before = max(self.not_before, arrives_s)
 
 
 # --- groups and metering ------------------------------------------------------------------------------------
@@ -554,7 +600,7 @@ def ranks_of(group=None) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if size_of(group) > 1 else (0,)
 
 
-def _message(op, what, group, peers, payload_bytes, wire_bytes):
+def _message(op, what, group, peers, payload_bytes, wire_bytes, start_s=None):
     """Meter a message to or from the first of `peers`, all of which must be other ranks of the group."""
     ranks = ranks_of(group)
     if len(ranks) == 1:
@@ -566,7 +612,9 @@ def _message(op, what, group, peers, payload_bytes, wire_bytes):
         if peer == rank:
             raise ValueError(f"{op}: rank {rank} cannot send to itself or receive from itself; copy the tensor instead")
     mine, theirs = ranks[rank], ranks[peers[0]]
-    return meter.operation(op, what, ranks, mine, peer=theirs, payload_bytes=payload_bytes, wire_bytes=wire_bytes)
+    return meter.operation(
+        op, what, ranks, mine, peer=theirs, payload_bytes=payload_bytes, wire_bytes=wire_bytes, start_s=start_s
+    )
 
 
 class _collective:
