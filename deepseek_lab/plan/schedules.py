@@ -8,18 +8,23 @@ A model of S = ranks · chunks stages is cut so that a rank holds `chunks` of th
     F           forward                                B           the whole backward
     I, W        its input part, which the stage before waits for, and its weight part, for which nobody waits
     OVERLAP     a forward of one micro-batch with a backward of another, one computing while the other communicates
+    U           an update of the weights after a micro-batch, where nobody waits for the end of the step
     SEND, RECV  of an activation (of "F") or a gradient (of "B")
 
 Sources: GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B (arXiv 2104.04473), zero bubble (arXiv 2401.10241),
-DualPipeV (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and the schedule's own repository).
+DualPipeV (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and the schedule's own repository), PipeDream (arXiv
+1806.03377).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+
+# Those that a step ends with: every micro-batch meets the same weights.
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "dualpipe_v")
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Schedule:
 
 
 def build_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The schedule `name`: gpipe, 1f1b, interleaved, zb_h1, zb_h2, or dualpipe_v.
+    """The schedule `name`: one of SCHEDULES, or pipedream.
 
     Args:
         ranks: pipeline-parallel ranks.
@@ -90,8 +95,9 @@ def build_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -
     Raises:
         ValueError: for a name or a number of micro-batches or chunks that cannot be, saying which can.
     """
-    if name not in BUILDERS:
-        raise ValueError(f"schedule {name!r} is not known; use one of {', '.join(BUILDERS)}")
+    orders = _orders(chunks)
+    if name not in orders:
+        raise ValueError(f"schedule {name!r} is not known; use one of {', '.join(orders)}")
     if ranks < 1 or micro_batches < 1:
         raise ValueError(f"ranks={ranks} and micro_batches={micro_batches} must both be at least 1")
     if name == "interleaved" and chunks < 2:
@@ -104,19 +110,40 @@ def build_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -
         )
     if name not in ("interleaved", "dualpipe_v") and chunks != 1:
         raise ValueError(f"{name} has one chunk a rank, not {chunks}; use interleaved for more")
-    compute = tuple(tuple(BUILDERS[name](rank, ranks, micro_batches, chunks)) for rank in range(ranks))
+    compute = tuple(tuple(orders[name](rank, ranks, micro_batches)) for rank in range(ranks))
     return Schedule(name, ranks, micro_batches, chunks, compute, v_shape=name == "dualpipe_v")
 
 
-def gpipe(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:
-    """All forwards, then all backwards: simple, and every rank keeps every micro-batch's activations."""
+def _orders(chunks: int) -> dict[str, Callable[[int, int, int], Iterable[Action]]]:
+    """By name, what gives (rank, ranks, micro_batches) its order.  Asked anew each time: a slot may be filled."""
+    return {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "interleaved": partial(interleaved, chunks=chunks),
+        "zb_h1": zb_h1,
+        "zb_h2": zb_h2,
+        "dualpipe_v": dualpipe_v,
+        "pipedream": pipedream,
+    }
+
+
+def gpipe(rank: int, ranks: int, micro_batches: int) -> Iterable[Action]:
+    """The order of `rank`: all forwards, then all backwards, both from micro-batch 0 on.
+
+    Simple, but every rank keeps the activations of every micro-batch (GPipe, arXiv 1811.06965, section 2.3).
+    """
     for kind in ("F", "B"):
         for m in range(micro_batches):
             yield Action(kind, m)
 
 
-def one_f_one_b(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:
-    """Forwards until the first backward can come, then one of each: at most `ranks` micro-batches are in flight."""
+def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterable[Action]:
+    """The order of `rank`: forwards until its first backward can come, then one forward, one backward, in turn.
+
+    The last rank can begin backward at once, the one before it one micro-batch later, and so on.  So rank r never
+    keeps the activations of more than ranks - r micro-batches, however many there are.  All ranks do all forwards and
+    backwards in the order of the micro-batches (PipeDream-flush, arXiv 2104.04473, section 2.2.1).
+    """
     ahead = min(ranks - rank - 1, micro_batches)
     for m in range(ahead):
         yield Action("F", m)
@@ -147,18 +174,23 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Itera
         yield nth(n, backward=True)
 
 
-def zb_h1(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:
+def zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterable[Action]:
     """1F1B whose weight parts fill the bubble; the later a rank starts, the longer it puts them off."""
-    return _zero_bubble(micro_batches, ahead=ranks - rank, behind=rank)
+    return zero_bubble(micro_batches, ahead=ranks - rank, behind=rank)
 
 
-def zb_h2(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:
+def zb_h2(rank: int, ranks: int, micro_batches: int) -> Iterable[Action]:
     """Nearly twice the micro-batches in flight, and no bubble left where all parts take equally long."""
-    return _zero_bubble(micro_batches, ahead=2 * (ranks - rank) - 1, behind=2 * rank)
+    return zero_bubble(micro_batches, ahead=2 * (ranks - rank) - 1, behind=2 * rank)
 
 
-def _zero_bubble(micro_batches: int, ahead: int, behind: int) -> Iterator[Action]:
-    """`ahead` forwards before the first backward; W is `behind` micro-batches later than I."""
+def zero_bubble(micro_batches: int, ahead: int, behind: int) -> Iterable[Action]:
+    """An order in which backward is split: I, for which the rank before waits, and W, for which nobody does.
+
+    First come `ahead` forwards.  Then, in turn: the I of the next micro-batch; the next W, provided that it belongs
+    to a micro-batch at least `behind` before that of the I; the next forward.  What has run out is left out, and the
+    weight parts that remain come last.  Micro-batches keep their order (arXiv 2401.10241, section 2).
+    """
     forward, weight = min(ahead, micro_batches), 0
     for m in range(forward):
         yield Action("F", m)
@@ -174,7 +206,24 @@ def _zero_bubble(micro_batches: int, ahead: int, behind: int) -> Iterator[Action
         yield Action("W", m)
 
 
-def dualpipe_v(rank: int, ranks: int, micro_batches: int, chunks: int = 2) -> Iterator[Action]:
+def pipedream(rank: int, ranks: int, micro_batches: int) -> Iterable[Action]:
+    """1F1B that updates the weights after every backward and never drains: see `staleness` and `parallel/pipedream`."""
+    for action in one_f_one_b(rank, ranks, micro_batches):
+        yield action
+        if action.kind == "B":
+            yield Action("U", action.micro_batch)
+
+
+def staleness(rank: int, ranks: int, micro_batch: int) -> int:
+    """How many updates PipeDream's `rank` makes between a micro-batch's forward and the use of its gradient.
+
+    Forward runs ahead of backward by ranks - rank - 1 micro-batches, and each of those updates the weights (PipeDream,
+    arXiv 1806.03377, "Effective learning").  A rank keeps one more version of its weights than this.
+    """
+    return min(ranks - rank - 1, micro_batch)
+
+
+def dualpipe_v(rank: int, ranks: int, micro_batches: int) -> Iterable[Action]:
     """DeepSeek's bidirectional pipeline folded into a V: chunk 1 runs back from the last rank to the first.
 
     A forward of one chunk overlaps with a backward of the other.  Eight phases, as in its authors' own code.
@@ -229,15 +278,6 @@ def dualpipe_v(rank: int, ranks: int, micro_batches: int, chunks: int = 2) -> It
         yield from weight()
 
 
-BUILDERS = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb_h1": zb_h1,
-    "zb_h2": zb_h2,
-    "dualpipe_v": dualpipe_v,
-}
-
 # --- when everything happens ----------------------------------------------------------------------------------
 
 
@@ -278,13 +318,13 @@ def simulate(
 
     Args:
         t_f, t_b, t_w: a stage's forward and the input and weight parts of its backward; a whole backward B takes both.
-            An overlap takes as long as its parts together: communication is what it hides.
+            An overlap takes as long as its parts together: communication is what it hides.  An update takes no time.
         t_comm: between the end of a stage on one rank and the start of its neighbour on another.
 
     Raises:
         ValueError: when the ranks wait for each other, naming what each waits for.
     """
-    takes = {"F": t_f, "B": t_b + t_w, "I": t_b, "W": t_w}
+    takes = {"F": t_f, "B": t_b + t_w, "I": t_b, "W": t_w, "U": 0.0}
     left = [deque(actions) for actions in schedule.compute]
     spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
     ends: dict[tuple[str, int, int], float] = {}
@@ -310,7 +350,7 @@ def simulate(
         spans[rank].append(Span(rank, action, start, end))
         ends.update({ended(schedule, rank, step): end for step in action.steps()})
     work = sum(takes[step.kind] for action in schedule.compute[0] for step in action.steps())
-    return Timeline(schedule, spans, work, [_most_kept(actions) for actions in schedule.compute])
+    return Timeline(schedule, spans, work, [peak_activations(actions) for actions in schedule.compute])
 
 
 def needs(schedule: Schedule, rank: int, action: Action) -> Iterator[tuple[tuple[str, int, int], int]]:
@@ -320,7 +360,7 @@ def needs(schedule: Schedule, rank: int, action: Action) -> Iterator[tuple[tuple
         stage, m = schedule.stage(rank, step.chunk), step.micro_batch
         if step.kind == "F":
             wanted = [("F", m, stage - 1)] if stage else []
-        elif step.kind == "W":
+        elif step.kind in "WU":
             wanted = [("B", m, stage)]
         else:
             wanted = [("F", m, stage)] + ([("B", m, stage + 1)] if stage + 1 < schedule.stages else [])
@@ -331,7 +371,8 @@ def needs(schedule: Schedule, rank: int, action: Action) -> Iterator[tuple[tuple
 
 def ended(schedule: Schedule, rank: int, step: Action) -> tuple[str, int, int]:
     """What is there once `step` has ended: (its kind, B and I being one, micro-batch, stage)."""
-    return ("W" if step.kind == "W" else direction(step), step.micro_batch, schedule.stage(rank, step.chunk))
+    what = step.kind if step.kind in "WU" else direction(step)
+    return (what, step.micro_batch, schedule.stage(rank, step.chunk))
 
 
 def direction(step: Action) -> str:
@@ -339,16 +380,16 @@ def direction(step: Action) -> str:
     return "F" if step.kind == "F" else "B"
 
 
-def _most_kept(actions: tuple[Action, ...]) -> int:
-    """Activations are kept from a forward until the last part of the same backward is done."""
-    split = {(a.micro_batch, a.chunk) for action in actions for a in action.steps() if a.kind == "W"}
+def peak_activations(actions: Iterable[Action]) -> int:
+    """The most forwards whose activations a rank holds at once, if it carries out `actions` in this order.
+
+    A forward F leaves its activations behind.  A backward B lets go of them; where backward is split, its last part
+    W does.  `action.steps()` gives the parts of an OVERLAP one by one, and any other action as itself.
+    """
     kept = most = 0
     for action in actions:
         for step in action.steps():
-            if step.kind == "F":
-                kept += 1
-            elif step.kind == "W" or (step.kind in "BI" and (step.micro_batch, step.chunk) not in split):
-                kept -= 1
+            kept += {"F": 1, "B": -1, "W": -1}.get(step.kind, 0)
             most = max(most, kept)
     return most
 
@@ -364,28 +405,28 @@ def _with_messages(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     at the latest just before it is needed.
     """
     timeline = simulate(schedule, t_f=1.0, t_b=1.0, t_w=1.0, t_comm=1e-3)
-    events: list[list[tuple[float, int, Action]]] = [[] for _ in range(schedule.ranks)]
-    for span in (span for spans in timeline.spans for span in spans):
-        events[span.rank].append((span.start, 1, span.action))
-        for step in span.action.steps():
-            if (message := _message_after(schedule, span.rank, step)) is not None:
-                chunk, peer = message
-                send = Action("SEND", step.micro_batch, step.chunk, of=direction(step), peer=peer)
-                receive = Action("RECV", step.micro_batch, chunk, of=direction(step), peer=span.rank)
-                events[span.rank].append((span.end, 0, send))
-                events[peer].append((span.end, 0, receive))
-    return tuple(tuple(action for _, _, action in sorted(mine, key=_when)) for mine in events)
+    events: list[list[tuple[tuple, Action]]] = [[] for _ in range(schedule.ranks)]
+    for spans in timeline.spans:
+        for place, span in enumerate(spans):
+            events[span.rank].append(((span.start, 1, "", place, 0), span.action))
+            for step in span.action.steps():
+                if (message := _message_after(schedule, span.rank, step)) is not None:
+                    chunk, peer = message
+                    send = Action("SEND", step.micro_batch, step.chunk, of=direction(step), peer=peer)
+                    receive = Action("RECV", step.micro_batch, chunk, of=direction(step), peer=span.rank)
+                    events[span.rank].append((_when(span.end, send), send))
+                    events[peer].append((_when(span.end, receive), receive))
+    return tuple(tuple(action for _, action in sorted(mine, key=lambda event: event[0])) for mine in events)
 
 
-def _when(event: tuple[float, int, Action]) -> tuple:
+def _when(at: float, message: Action) -> tuple:
     """Messages that follow actions of the same end come in an order that does not depend on the rank."""
-    at, kind, action = event
-    return (at, kind, action.of, action.micro_batch, action.chunk)
+    return (at, 0, message.of, message.micro_batch, message.chunk)
 
 
 def _message_after(schedule: Schedule, rank: int, step: Action) -> tuple[int, int] | None:
     """For which chunk of which other rank the result of `step` is, if for any."""
-    if step.kind == "W":
+    if step.kind in "WU":
         return None
     stage = schedule.stage(rank, step.chunk)
     target = stage + 1 if step.kind == "F" else stage - 1
@@ -409,13 +450,14 @@ def validate(schedule: Schedule, most_kept: int | None = None) -> None:
         for chunk in range(schedule.chunks):
             for m in range(schedule.micro_batches):
                 kinds = sorted(s.kind for s in steps if (s.micro_batch, s.chunk) == (m, chunk))
-                if kinds not in (["B", "F"], ["F", "I", "W"]):
+                if kinds not in (["B", "F"], ["F", "I", "W"], ["B", "F", "U"]):
                     raise ValueError(
-                        f"rank {rank} does {kinds} with micro-batch {m} of chunk {chunk}, not F and B, or F, I and W"
+                        f"rank {rank} does {kinds} with micro-batch {m} of chunk {chunk}, not F and B, F, I and W, or "
+                        "F, B and U"
                     )
         if len(steps) != sum(1 for s in steps if 0 <= s.micro_batch < schedule.micro_batches):
             raise ValueError(f"rank {rank} has a micro-batch that is not one of {schedule.micro_batches}")
-        if most_kept is not None and (kept := _most_kept(actions)) > most_kept:
+        if most_kept is not None and (kept := peak_activations(actions)) > most_kept:
             raise ValueError(f"rank {rank} keeps the activations of {kept} micro-batches, more than {most_kept}")
     _rendezvous(schedule)
 

@@ -4,11 +4,18 @@ import itertools
 
 import pytest
 
-from deepseek_lab.plan.schedules import Action, Schedule, build_schedule, simulate, validate
+from deepseek_lab.plan.schedules import SCHEDULES, Action, Schedule, build_schedule, simulate, staleness, validate
 
 GRID = [
     (name, ranks, micro_batches, chunks)
-    for name, many in [("gpipe", (1,)), ("1f1b", (1,)), ("zb_h1", (1,)), ("zb_h2", (1,)), ("interleaved", (2, 3))]
+    for name, many in [
+        ("gpipe", (1,)),
+        ("1f1b", (1,)),
+        ("zb_h1", (1,)),
+        ("zb_h2", (1,)),
+        ("interleaved", (2, 3)),
+        ("pipedream", (1,)),
+    ]
     for ranks, micro_batches, chunks in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 12, 24), many)
     if name != "interleaved" or micro_batches % ranks == 0
 ] + [("dualpipe_v", ranks, m, 2) for ranks in (1, 2, 3, 4, 8) for m in (2 * ranks, 2 * ranks + 1, 24) if m >= 2 * ranks]
@@ -20,7 +27,8 @@ def most_allowed(name, ranks, micro_batches, chunks):
         return micro_batches
     if name == "interleaved":  # p (1 + (p - 1) / (p v)) micro-batches of v chunks
         return ranks * chunks + ranks - 1
-    return {"1f1b": ranks, "zb_h1": ranks, "zb_h2": 2 * ranks - 1, "dualpipe_v": 2 * ranks + 1}[name]
+    most = {"1f1b": ranks, "zb_h1": ranks, "zb_h2": 2 * ranks - 1, "dualpipe_v": 2 * ranks + 1, "pipedream": ranks}
+    return most[name]
 
 
 @pytest.mark.parametrize(("name", "ranks", "micro_batches", "chunks"), GRID)
@@ -81,6 +89,37 @@ def test_dualpipe_v_has_its_authors_bubble(p):
     schedule = build_schedule("dualpipe_v", p, 4 * p, 2)
     timeline = simulate(schedule)
     assert timeline.makespan - timeline.work == pytest.approx((p - 1) * (3 + 2 - 3 * 1))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_pipedream_is_as_stale_as_its_paper_says(ranks):
+    """Forward of m meets the weights of version m - (ranks - 1 - rank), and its gradient updates version m."""
+    for rank, actions in enumerate(build_schedule("pipedream", ranks, 12).compute):
+        updates, met = 0, {}
+        for action in actions:
+            if action.kind == "F":
+                met[action.micro_batch] = updates
+            if action.kind == "U":
+                assert updates == action.micro_batch
+                assert updates - met[updates] == staleness(rank, ranks, updates) == min(ranks - 1 - rank, updates)
+                updates += 1
+
+
+def test_updates_take_no_time_and_follow_their_backward():
+    stale, flushed = (simulate(build_schedule(name, 4, 8)) for name in ("pipedream", "1f1b"))
+    assert stale.makespan == flushed.makespan
+    assert stale.work == flushed.work
+    early = Schedule("by hand", 1, 1, 1, (tuple(Action(kind, 0) for kind in "FUB"),))
+    with pytest.raises(ValueError, match="waits for another"):
+        validate(early)
+
+
+def test_those_that_a_step_ends_with_are_listed():
+    assert all(build_schedule(name, 2, 4, chunks_of(name)).name == name for name in SCHEDULES)
+
+
+def chunks_of(name):
+    return 2 if name in ("interleaved", "dualpipe_v") else 1
 
 
 def torch_order(name, p, m, v):
