@@ -50,6 +50,10 @@ class Stage:
         """Entered around the backward of `m`, of kind B, I or W; `parts`: what W is going to work out."""
         return contextlib.nullcontext()
 
+    def update(self, m: int) -> None:
+        """Update the weights after the backward of `m`, where the schedule does so at once (U)."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Span:
@@ -126,6 +130,8 @@ class Executor:
             with self.stages[chunk].around_backward(m, "W", parts):
                 parts.run()
             del self._parts[m, chunk]
+        elif step.kind == "U":
+            self.stages[chunk].update(m)
         else:
             x, y = self._kept.pop((m, chunk))
             dy = self._take("B", m, stage + 1) if stage + 1 < self.schedule.stages else None
