@@ -1,9 +1,10 @@
 """The architecture of a DeepSeek model as one dataclass.
 
-Field names are those of Hugging Face's `DeepseekV3Config`, so that a `config.json` travels both ways.  Two more fields
-say what that class cannot: `scoring_func` and `topk_method`, spelt as in DeepSeek's own `config.json` files, choose
-between the router of V3 (sigmoid scores and a bias, arXiv 2412.19437, section 2.1.2) and those of V2 (softmax scores,
-arXiv 2405.04434, section 2.2).
+Field names are those of Hugging Face's `DeepseekV3Config`, so that a `config.json` travels both ways.  More fields say
+what that class cannot: `scoring_func` and `topk_method`, spelt as in DeepSeek's own `config.json` files, choose between
+the router of V3 (sigmoid scores and a bias, arXiv 2412.19437, section 2.1.2) and those of V2 (softmax scores, arXiv
+2405.04434, section 2.2); `aux_loss_alpha` and `seq_aux`, spelt so too, and our own `capacity_factor` act in training
+only.
 
 `DeepSeekConfig.preset(name)` gives the models the course uses, from `tiny` (a laptop) to `deepseek_v3` (the real one).
 """
@@ -25,7 +26,9 @@ class DeepSeekConfig:
     `num_attention_heads` heads have keys of `qk_nope_head_dim + qk_rope_head_dim` and values of `v_head_dim`.
     Layers before `first_k_dense_replace` have a dense feed-forward of `intermediate_size`, the others
     `n_shared_experts` + `n_routed_experts` experts of `moe_intermediate_size`, of which each token visits
-    `num_experts_per_tok`, found in the best `topk_group` of `n_group` groups.
+    `num_experts_per_tok`, found in the best `topk_group` of `n_group` groups.  `aux_loss_alpha` weighs the loss that
+    balances them, over each sequence or, with `seq_aux` off, over each micro-batch, which depends on how the batch was
+    split; `capacity_factor` bounds an expert's visits in a sequence, as a multiple of the mean.
 
     Raises:
         ValueError: when a value is impossible, naming the field, what it was and what it may be.
@@ -47,6 +50,9 @@ class DeepSeekConfig:
     routed_scaling_factor: float = 1.0
     scoring_func: str = "sigmoid"
     topk_method: str = "noaux_tc"
+    aux_loss_alpha: float = 0.0
+    seq_aux: bool = True
+    capacity_factor: float | None = None
     q_lora_rank: int | None = 64
     kv_lora_rank: int = 64
     qk_nope_head_dim: int = 32
@@ -115,6 +121,10 @@ class DeepSeekConfig:
             raise ValueError(f"n_group={groups} does not divide n_routed_experts={experts}; use one of {divisors}")
         if not 1 <= self.topk_group <= groups:
             raise ValueError(f"topk_group={self.topk_group} must be from 1 to n_group={groups}")
+        if self.aux_loss_alpha < 0:
+            raise ValueError(f"aux_loss_alpha={self.aux_loss_alpha} must not be negative; 0 turns the loss off")
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ValueError(f"capacity_factor={self.capacity_factor} must be positive, or None: drop nothing")
         reachable = experts if self.topk_method == "greedy" else experts // groups * self.topk_group
         if not 1 <= self.num_experts_per_tok <= reachable:
             raise ValueError(

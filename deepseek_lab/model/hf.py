@@ -136,7 +136,7 @@ def load(cls: type[DeepSeekModel], folder: Path) -> DeepSeekModel:
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     for router in model.routers().values():
-        router.visits_E = torch.zeros(config.n_routed_experts, dtype=torch.long)
+        router.reset_counts(device="cpu")
     return model
 
 

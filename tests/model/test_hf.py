@@ -128,6 +128,16 @@ def test_weights_come_back_from_the_peer_unchanged(name, tmp_path):
     assert torch.equal(ours(ids), back(ids))
 
 
+def test_what_acts_in_training_only_is_exported_and_changes_no_logits(tmp_path):
+    config = dataclasses.replace(SMALL, aux_loss_alpha=0.1, seq_aux=False, capacity_factor=0.5)
+    ours = our_model(config)
+    ours.save_hf(tmp_path)
+    assert DeepSeekModel.from_hf(tmp_path).config == config
+    ids = torch.randint(config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert deviation(ours.eval()(ids), their_model(tmp_path)(ids, use_cache=False).logits) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -224,6 +224,8 @@ def test_softmax_routing_weighs_by_probability():
         ({"rope_scaling": {"type": "linear"}}, "use 'yarn'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
         ({"n_routed_experts": 0}, "n_routed_experts=0"),
+        ({"aux_loss_alpha": -0.1}, "0 turns the loss off"),
+        ({"capacity_factor": 0.0}, "must be positive, or None"),
     ],
 )
 def test_impossible_configurations_are_refused(change, message):
