@@ -101,6 +101,7 @@ class Executor:
             elif action.kind == "RECV":
                 self._receive(action)
             else:
+                self._wait_for_input(action.steps()[0])
                 start_s = time.monotonic()
                 for step in action.steps():
                     self._compute(step)
@@ -144,6 +145,13 @@ class Executor:
             if x is not None:
                 assert x.grad is not None
                 self._made["B", m, stage] = x.grad
+
+    def _wait_for_input(self, step: Action) -> None:
+        """So that a span shows work, not the wait for its input."""
+        before = self.schedule.stage(self.rank, step.chunk) + (-1 if step.kind == "F" else 1)
+        key = direction(step), step.micro_batch, before
+        if step.kind in "FBI" and key in self._coming:
+            self._made[key] = self._coming.pop(key).wait()
 
     def _take(self, of: str, m: int, stage: int) -> Tensor:
         """What `stage` made: of a neighbour, or of this rank's own other chunk."""
