@@ -299,11 +299,11 @@ class GroupedSwiGLU(torch.autograd.Function):
         # Stable, so that the order inside a block, and with it every rounding, is the tokens' own.
         order_N = index_TK.flatten().argsort(stable=True)
         token_N, weight_N1 = order_N // index_TK.shape[1], weight_TK.flatten()[order_N, None]
-        g_NF = x_TD.new_empty(len(order_N), gate_EFD.shape[1])
-        u_NF, y_ND = torch.empty_like(g_NF), x_TD.new_empty(len(order_N), x_TD.shape[1])
         counts = counts_E.tolist()
         taken = sum(counts)
-        y_ND[taken:] = 0
+        g_NF = x_TD.new_empty(taken, gate_EFD.shape[1])
+        u_NF, y_ND = torch.empty_like(g_NF), x_TD.new_empty(taken + 1, x_TD.shape[1])
+        y_ND[taken] = 0
         blocks = (t[:taken].split(counts) for t in (token_N, weight_N1, g_NF, u_NF, y_ND))
         for e, (token, weight, g, u, y) in enumerate(zip(*blocks, strict=True)):
             x = x_TD.index_select(0, token)
@@ -318,10 +318,10 @@ class GroupedSwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_TD: Tensor):
         x_TD, gate_EFD, up_EFD, down_EDF, order_N, token_N, weight_N1, g_NF, u_NF = ctx.saved_tensors
-        dx_ND, dweight_N = x_TD.new_empty(len(order_N), x_TD.shape[1]), torch.empty_like(weight_N1[:, 0])
-        dgate_EFD, dup_EFD, ddown_EDF = (torch.empty_like(w) for w in (gate_EFD, up_EFD, down_EDF))
         taken = sum(ctx.counts)
-        dx_ND[taken:], dweight_N[taken:] = 0, 0
+        dx_ND, dweight_N = x_TD.new_empty(taken + 1, x_TD.shape[1]), torch.empty_like(weight_N1[:, 0])
+        dgate_EFD, dup_EFD, ddown_EDF = (torch.empty_like(w) for w in (gate_EFD, up_EFD, down_EDF))
+        dx_ND[taken], dweight_N[taken:] = 0, 0
         blocks = (t[:taken].split(ctx.counts) for t in (token_N, weight_N1, g_NF, u_NF, dx_ND, dweight_N))
         for e, (token, weight, g, u, dx, dweight) in enumerate(zip(*blocks, strict=True)):
             x, dy = x_TD.index_select(0, token), dy_TD.index_select(0, token)
@@ -341,7 +341,10 @@ class GroupedSwiGLU(torch.autograd.Function):
 
 
 def sum_visits(y_ND: Tensor, order_N: Tensor, k: int) -> Tensor:
-    """For every token the sum of its `k` visits, which `order` sorted by expert; by reads and no scattered adds."""
+    """For every token the sum of its `k` visits, which `order` sorted by expert; by reads and no scattered adds.
+
+    The last row of `y_ND` stands for all visits beyond the rows.
+    """
     place_N = torch.empty_like(order_N)
-    place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    place_N[order_N] = torch.arange(len(order_N), device=order_N.device).clamp(max=len(y_ND) - 1)
     return F.embedding_bag(place_N.view(-1, k), y_ND, mode="sum")  # gathers and adds in one pass

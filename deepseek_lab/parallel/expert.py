@@ -1,27 +1,27 @@
 """Expert parallelism: experts are spread over the ranks of a group, and tokens travel to their experts and back.
 
-The one idea (GShard, arXiv 2006.16668, section 3.2): two all-to-alls.  *Dispatch* sends every visit of a token to the
-rank that holds the expert; *combine* sends the results back, and each token adds up its own.  In backward the two
-change places: the gradient of a dispatch is combined, that of a combine is dispatched.
+The one idea (GShard, arXiv 2006.16668, section 3.2): two all-to-alls.  *Dispatch* sends every token to the ranks that
+hold its experts; *combine* sends the results back, and each token adds up its own.  In backward the two change places:
+the gradient of a dispatch is combined, that of a combine is dispatched.
 
 Nobody knows how many tokens come before they come, so the ranks exchange counts first.  No rank may leave out a
 collective, whatever the counts: a rank without tokens still has to send its zeros.
 
-A visit's weight travels with it, as one more column.  That is 1/D more bytes, and spares the token's rank from keeping
-the results of all its visits for backward, which it would need to find the gradient of the weights at home.
+A token goes to a rank once, however many of its experts live there, and one row comes back, already summed.  For that
+its weights must travel with it, which is cheap (K columns beside D), and spares the token's rank from keeping the
+results of all visits for backward, as it would have to if it weighed them at home.
 
-Every expert sees the tokens of the whole group, so its gradient is complete on the rank that holds it; only copies of
-the expert in other groups (`edp`) have a part of it.
+Every expert sees the tokens of the whole group, so its gradient is complete on the rank that holds it; only its copies
+in other groups (`edp`) have a part of it.
 
-Shapes: T tokens, K experts a token, N = T·K visits, n those that take place; D width, E experts, R ranks, El = E/R
-experts here; M rows that arrived, P places for experts on all ranks (E, unless some are held twice).
+Shapes: T tokens, K experts a token, D width, E experts, R ranks, El = E/R experts here; n rows sent, M rows that
+arrived, P places for experts on all ranks (E, unless some are held twice).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepseek_lab.model import moe
@@ -30,51 +30,64 @@ from deepseek_lab.plan import placement
 from . import collectives, tensor
 
 
-def exchange_counts(counts_E, group=None):
-    """How many rows each rank will send to each of this rank's experts: (R, El) int64.
+def tokens_for_ranks(index_TK, here, n_ranks):
+    """Which tokens go to which rank, if rank r holds experts r·here to (r+1)·here - 1.
 
-    `counts_E` (E,) says how many visits of this rank's tokens go to each expert; rank r holds the r-th E/R of them.
+    A token goes once to every rank that holds any of its experts, and to none for a visit to nowhere, number E.
+
+    Returns:
+        token_n: (n,) the tokens in the order in which they are sent: by rank, and for each rank in their own order.
+        sent_R: (R,) how many go to each rank.
+    """
+    ranks_R = torch.arange(n_ranks, device=index_TK.device)
+    goes_RT = (index_TK // here == ranks_R[:, None, None]).any(dim=-1)
+    return goes_RT.nonzero()[:, 1], goes_RT.sum(dim=1)
+
+
+def exchange_counts(sent_R, group=None):
+    """How many rows will come from each rank, (R,), when this one sends `sent_R` (R,) to them; int64.
+
     One all-to-all, in which a rank learns only what concerns it.
     """
-    n_ranks = collectives.size_of(group)
-    counts_RE = counts_E.view(n_ranks, -1)
-    return collectives.all_to_all(counts_RE, [1] * n_ranks, [1] * n_ranks, group)
+    each = [1] * collectives.size_of(group)
+    return collectives.all_to_all(sent_R, each, each, group)
 
 
 class Dispatch(torch.autograd.Function):
-    """A row for every visit, sent to the rank that holds its expert; in backward the gradients come home.
-
-    The visit's weight is the row's last column.  A token's gradient is the sum over its visits.
-    """
+    """Tokens to the ranks of their experts, with weights and expert numbers; in backward their gradients come home."""
 
     @staticmethod
-    def forward(ctx, x_TD, weight_TK, route):
-        """Tokens (T, D) and weights (T, K) of this rank; what arrives here: (M, D) and (M, 1)."""
-        ctx.route = route
-        weight_n1 = weight_TK.flatten()[route.visit_n, None]
-        rows_nC = torch.cat([x_TD[route.token_n], weight_n1], dim=1)
+    def forward(ctx, x_TD, weight_TK, index_TK, route):
+        """This rank's tokens (T, D), weights and experts (T, K); the same of those that arrive here: M instead of T.
+
+        Experts are numbered from the first of the rank where the row goes; one that lives elsewhere has number El, and
+        weight 0.
+        """
+        ctx.route, (D, K) = route, (x_TD.shape[1], index_TK.shape[1])
+        local_nK = route.local_numbers(index_TK)
+        weight_nK = weight_TK[route.token_n].where(local_nK < route.here, 0)
+        rows_nC = torch.cat([x_TD[route.token_n], weight_nK, local_nK.to(x_TD.dtype)], dim=1)
         rows_MC = collectives.all_to_all(rows_nC, route.sent, route.received, route.group)
-        return rows_MC[:, :-1], rows_MC[:, -1:]
+        x_MD, weight_MK, local_MK = rows_MC.split([D, K, K], dim=1)
+        return x_MD, weight_MK, local_MK.long()
 
     @staticmethod
-    def backward(ctx, dx_MD, dweight_M1):
-        route = ctx.route
-        rows_MC = torch.cat([dx_MD, dweight_M1], dim=1)
+    def backward(ctx, dx_MD, dweight_MK, _):
+        route, D = ctx.route, dx_MD.shape[1]
+        rows_MC = torch.cat([dx_MD, dweight_MK], dim=1)
         rows_nC = collectives.all_to_all(rows_MC, route.received, route.sent, route.group)
-        dweight_N = rows_nC.new_zeros(route.T * route.K)
-        dweight_N[route.visit_n] = rows_nC[:, -1]
-        return route.sum_visits(rows_nC[:, :-1]), dweight_N.view(route.T, route.K), None
+        sum_TC = route.add_up(rows_nC)
+        return sum_TC[:, :D], sum_TC[:, D:], None, None
 
 
 class Combine(torch.autograd.Function):
-    """Results sent back to their tokens' ranks, where each token adds up its own; in backward dy is dispatched."""
+    """Results back to the ranks of their tokens, where each token adds up its own; in backward dy is dispatched."""
 
     @staticmethod
     def forward(ctx, y_MD, route):
-        """Results (M, D) of this rank's experts, in the order of arrival; for its own tokens (T, D)."""
+        """What this rank's experts made of the rows that arrived, (M, D); the sums for this rank's tokens, (T, D)."""
         ctx.route = route
-        y_nD = collectives.all_to_all(y_MD, route.received, route.sent, route.group)
-        return route.sum_visits(y_nD)
+        return route.add_up(collectives.all_to_all(y_MD, route.received, route.sent, route.group))
 
     @staticmethod
     def backward(ctx, dy_TD):
@@ -104,54 +117,44 @@ def share_visits(index_TK, expert_P, rank=0):
 
 @dataclass(frozen=True)
 class Route:
-    """How the visits of this rank's tokens travel, and what comes here.
+    """How this rank's `n_tokens` travel: `token_n` in the order in which they are sent; rows `sent` to each rank,
+    and `received` from each.  Every rank has `here` experts."""
 
-    `order_N`: this rank's visits, numbered t·K + k, sorted by expert; the first n take place, the others go nowhere.
-    `sent`, `received`: rows to and from each rank.  `arrived_REl`: the latter for each expert here.
-    """
-
-    T: int
-    K: int
-    order_N: Tensor
+    n_tokens: int
+    here: int
+    token_n: Tensor
     sent: list[int]
     received: list[int]
-    arrived_REl: Tensor
     group: object = None
 
-    @property
-    def visit_n(self) -> Tensor:
-        """The visits that take place, in the order in which they are sent."""
-        return self.order_N[: sum(self.sent)]
+    def local_numbers(self, index_TK: Tensor) -> Tensor:
+        """For every row sent the numbers of its token's experts, counted from the receiver's first; El: not there."""
+        first_n = torch.arange(len(self.sent)).repeat_interleave(torch.tensor(self.sent)) * self.here
+        local_nK = index_TK[self.token_n] - first_n.to(index_TK.device)[:, None]
+        return local_nK.where((local_nK >= 0) & (local_nK < self.here), self.here)
 
-    @property
-    def token_n(self) -> Tensor:
-        """The token of each of them."""
-        return self.visit_n // self.K
+    def add_up(self, rows_nC: Tensor) -> Tensor:
+        """For each token the sum of its rows: (T, C).
 
-    def sum_visits(self, y_nD: Tensor) -> Tensor:
-        """For each token the sum over its visits: (T, D)."""
-        if nowhere := len(self.order_N) - len(y_nD):
-            y_nD = F.pad(y_nD, (0, 0, 0, nowhere))
-        return moe.sum_visits(y_nD, self.order_N, self.K)
-
-    def visits_here(self) -> tuple[Tensor, Tensor]:
-        """The expert (M, 1), counted from this rank's first, of every row that arrived; and how many each has, (El,).
-
-        Rows come in the order of the ranks, and from each in the order of the experts.
+        Rank after rank: no token comes twice from one, so the order of the additions is always the same.
         """
-        n_ranks, here = self.arrived_REl.shape
-        index_El = torch.arange(here, device=self.arrived_REl.device)
-        index_M = index_El.repeat(n_ranks).repeat_interleave(self.arrived_REl.flatten(), output_size=sum(self.received))
-        return index_M[:, None], self.arrived_REl.sum(dim=0)
+        sum_TC = rows_nC.new_zeros(self.n_tokens, rows_nC.shape[1])
+        for token, rows in zip(self.token_n.split(self.sent), rows_nC.split(self.sent), strict=True):
+            sum_TC[token] += rows
+        return sum_TC
 
 
-def plan_route(index_TK: Tensor, counts_E: Tensor, group=None) -> Route:
-    """The route of visits to experts `index_TK` (number E: nowhere), of which `counts_E` go to each expert."""
-    arrived_REl = exchange_counts(counts_E, group)
-    sent_R, received_R = counts_E.view(len(arrived_REl), -1).sum(dim=1), arrived_REl.sum(dim=1)
-    order_N = index_TK.flatten().argsort(stable=True)
-    T, K = index_TK.shape
-    return Route(T, K, order_N, sent_R.tolist(), received_R.tolist(), arrived_REl, group)
+def plan_route(index_TK: Tensor, here: int, group=None) -> Route:
+    """The route of tokens to their experts `index_TK`, when every rank has `here` of them.
+
+    Raises:
+        ValueError: for more than 256 experts a rank: a row may be in bf16, which has no larger whole numbers.
+    """
+    if here > 256:
+        raise ValueError(f"{here} experts on one rank: their numbers travel in bf16, up to 256; use more ranks")
+    token_n, sent_R = tokens_for_ranks(index_TK, here, collectives.size_of(group))
+    received_R = exchange_counts(sent_R, group)
+    return Route(len(index_TK), here, token_n, sent_R.tolist(), received_R.tolist(), group)
 
 
 class ExpertParallel(moe.Experts):
@@ -183,12 +186,13 @@ class ExpertParallel(moe.Experts):
                 )
             expert_P = torch.tensor(self.placement, device=index_TK.device).flatten()
             index_TK = share_visits(index_TK, expert_P, collectives.rank_in(self.group))
-            counts_E = index_TK.flatten().bincount(minlength=len(expert_P) + 1)[: len(expert_P)]
         if torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
-        route = plan_route(index_TK, counts_E, self.group)
-        x_MD, weight_M1 = Dispatch.apply(x_TD, weight_TK.to(x_TD.dtype), route)
-        return Combine.apply(super().forward(x_MD, weight_M1, *route.visits_here()), route)
+        here = len(self.gate_proj)
+        route = plan_route(index_TK, here, self.group)
+        x_MD, weight_MK, index_MK = Dispatch.apply(x_TD, weight_TK.to(x_TD.dtype), index_TK, route)
+        counts = index_MK.flatten().bincount(minlength=here + 1)[:here]
+        return Combine.apply(super().forward(x_MD, weight_MK, index_MK, counts), route)
 
 
 def apply_expert_parallel(model: nn.Module, group=None) -> None:
