@@ -18,14 +18,15 @@ from torch import Tensor
 from deepseek_lab.data.tokens import TokenFile
 
 IGNORE = -100  # a label that takes no part in the loss
+PADDING = -1  # the document of a token that is there only to fill a row
 
 
 @dataclass(frozen=True)
 class Batch:
     """input_ids and labels (B, T) int64, labels already shifted, IGNORE where there is nothing to predict.
 
-    doc_ids (B, T) int32 count the documents opened so far in the row. Where the model is asked to keep documents apart,
-    tokens attend to each other only if these are equal.
+    doc_ids (B, T) int32 count the documents opened so far in the row; PADDING where there is no text. Where the model
+    is asked to keep documents apart, tokens attend to each other only if these are equal.
     """
 
     input_ids: Tensor
@@ -40,6 +41,11 @@ class Batch:
         for start in range(0, len(self), size):
             rows = slice(start, start + size)
             yield Batch(self.input_ids[rows], self.labels[rows], self.doc_ids[rows])
+
+    def real(self) -> Tensor | None:
+        """(B, T), true where there is text; None if there is nothing else."""
+        real_BT = self.doc_ids != PADDING
+        return None if real_BT.all() else real_BT
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`."""
@@ -57,7 +63,7 @@ def fill_up(parts: Iterable[Batch], n: int, seq_len: int) -> Iterator[Batch]:
         count += 1
     ids = torch.zeros(1, seq_len, dtype=torch.int64)
     for _ in range(n - count):
-        yield Batch(ids, torch.full_like(ids, IGNORE), ids.int())
+        yield Batch(ids, torch.full_like(ids, IGNORE), torch.full_like(ids, PADDING, dtype=torch.int32))
 
 
 def rank_slice(n: int, rank: int, size: int) -> slice:
@@ -123,4 +129,5 @@ def _gather(tokens: TokenFile, rows: Sequence[int], seq_len: int) -> Batch:
         input_ids[b, : len(window) - 1] = window[:-1]
         labels[b, : len(window) - 1] = window[1:]
     doc_ids = np.cumsum(input_ids == tokens.eot_id, axis=1, dtype=np.int32)
+    doc_ids[labels == IGNORE] = PADDING
     return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), torch.from_numpy(doc_ids))

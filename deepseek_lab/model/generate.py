@@ -61,7 +61,7 @@ def stream(
     limit = model.config.max_position_embeddings
     if not 0 < len(prompt_ids) <= limit:
         raise ValueError(f"the prompt has {len(prompt_ids)} tokens; it must have from 1 to {limit}")
-    device = model.embed_tokens.weight.device
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     was_training = model.training
     model.eval()

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepseek_lab.model import split_backward
 from deepseek_lab.model.config import DeepSeekConfig
 from deepseek_lab.model.mlp import SwiGLU
 
@@ -312,7 +313,7 @@ class GroupedSwiGLU(torch.autograd.Function):
             h = F.silu(g).mul_(u).mul_(weight)
             torch.mm(h, down_EDF[e].T, out=y)
         ctx.save_for_backward(x_TD, gate_EFD, up_EFD, down_EDF, order_N, token_N, weight_N1, g_NF, u_NF)
-        ctx.counts, ctx.k = counts, index_TK.shape[1]
+        ctx.counts, ctx.k, ctx.weights = counts, index_TK.shape[1], (gate_EFD, up_EFD, down_EDF)
         return sum_visits(y_ND, order_N, ctx.k)
 
     @staticmethod
@@ -320,7 +321,8 @@ class GroupedSwiGLU(torch.autograd.Function):
         x_TD, gate_EFD, up_EFD, down_EDF, order_N, token_N, weight_N1, g_NF, u_NF = ctx.saved_tensors
         taken = sum(ctx.counts)
         dx_ND, dweight_N = x_TD.new_empty(taken + 1, x_TD.shape[1]), torch.empty_like(weight_N1[:, 0])
-        dgate_EFD, dup_EFD, ddown_EDF = (torch.empty_like(w) for w in (gate_EFD, up_EFD, down_EDF))
+        parts, put_off = split_backward.deferred(*ctx.weights), []
+        gradients = [None if parts else torch.empty_like(w) for w in ctx.weights]
         dx_ND[taken], dweight_N[taken:] = 0, 0
         blocks = (t[:taken].split(ctx.counts) for t in (token_N, weight_N1, g_NF, u_NF, dx_ND, dweight_N))
         for e, (token, weight, g, u, dx, dweight) in enumerate(zip(*blocks, strict=True)):
@@ -329,15 +331,34 @@ class GroupedSwiGLU(torch.autograd.Function):
             h = s * u
             dh = dy @ down_EDF[e]  # of h · weight
             torch.sum(dh * h, dim=1, out=dweight)
-            torch.mm(dy.T, h.mul_(weight), out=ddown_EDF[e])
+            h.mul_(weight)
             dh.mul_(weight)
             du = s.mul_(dh)
             dg = torch.ops.aten.silu_backward(dh.mul_(u), g)
-            torch.mm(dg.T, x, out=dgate_EFD[e])
-            torch.mm(du.T, x, out=dup_EFD[e])
             torch.mm(dg, gate_EFD[e], out=dx).addmm_(du, up_EFD[e])
+            if parts:
+                put_off.append((e, x, dy, h, dg, du))
+            else:
+                expert_weight_part(gradients, e, x, dy, h, dg, du)
+
+        def weight_part() -> list[Tensor]:
+            later = [torch.empty_like(w) for w in ctx.weights]
+            for visits in put_off:
+                expert_weight_part(later, *visits)
+            return later
+
+        if parts:
+            parts.put(ctx.weights, weight_part)
         dweight_TK = torch.empty_like(dweight_N).index_copy_(0, order_N, dweight_N).view(-1, ctx.k)
-        return sum_visits(dx_ND, order_N, ctx.k), dweight_TK, dgate_EFD, dup_EFD, ddown_EDF, None, None
+        return sum_visits(dx_ND, order_N, ctx.k), dweight_TK, *gradients, None, None
+
+
+def expert_weight_part(gradients, e: int, x: Tensor, dy: Tensor, h: Tensor, dg: Tensor, du: Tensor) -> None:
+    """Write the gradients of expert `e`'s gate, up and down weights, from what its visits gave."""
+    dgate_EFD, dup_EFD, ddown_EDF = gradients
+    torch.mm(dg.T, x, out=dgate_EFD[e])
+    torch.mm(du.T, x, out=dup_EFD[e])
+    torch.mm(dy.T, h, out=ddown_EDF[e])
 
 
 def sum_visits(y_ND: Tensor, order_N: Tensor, k: int) -> Tensor:

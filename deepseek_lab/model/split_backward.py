@@ -34,6 +34,7 @@ class WeightParts:
         """The `id`s of the parameters whose gradients are not complete yet."""
         return {id(weight) for weights, _ in self._parts for weight in weights}
 
+    @torch.no_grad()  # else gradients that exist would be replaced instead of added to
     def run(self) -> None:
         """Work all of them out; gradients arrive as from any backward: added up, hooks called once a parameter."""
         uses = Counter(id(weight) for weights, _ in self._parts for weight in weights)
@@ -65,12 +66,9 @@ def deferring(parts: WeightParts) -> Iterator[None]:
         _parts = before
 
 
-def put_off(weights: Sequence[Tensor], work_out: Callable[[], Sequence[Tensor]]) -> bool:
-    """In a layer's backward: whether its weight part was put off; if not, the layer does it itself."""
-    if _parts is None or not all(weight.is_leaf for weight in weights):
-        return False
-    _parts.put(weights, work_out)
-    return True
+def deferred(*weights: Tensor) -> WeightParts | None:
+    """For a layer's backward: where to `put` the weight part of `weights`; None if the layer does it itself."""
+    return _parts if all(weight.is_leaf for weight in weights) else None
 
 
 class DeferrableLinear(torch.autograd.Function):
@@ -79,6 +77,7 @@ class DeferrableLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w_FD: Tensor) -> Tensor:
         ctx.save_for_backward(x, w_FD)
+        ctx.weight = w_FD  # itself: recomputation gives back a detached twin
         return F.linear(x, w_FD)
 
     @staticmethod
@@ -90,7 +89,10 @@ class DeferrableLinear(torch.autograd.Function):
             return (dw_FD.to(w_FD.dtype),)
 
         dx = (dy @ w_FD.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1] or put_off([w_FD], weight_part):
+        if not ctx.needs_input_grad[1]:
+            return dx, None
+        if parts := deferred(ctx.weight):
+            parts.put([ctx.weight], weight_part)
             return dx, None
         return dx, *weight_part()
 

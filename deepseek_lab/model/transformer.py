@@ -36,9 +36,11 @@ class Block(nn.Module):
         tables: tuple[Tensor, Tensor],
         mask: Tensor | None = None,
         cache: LatentCache | None = None,
+        real_BT: Tensor | None = None,
     ) -> Tensor:
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), tables, mask, cache)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        h_BTD = self.post_attention_layernorm(x_BTD)
+        return x_BTD + (self.mlp(h_BTD, real_BT) if isinstance(self.mlp, MoE) else self.mlp(h_BTD))
 
 
 class DeepSeekModel(nn.Module):
@@ -75,34 +77,60 @@ class DeepSeekModel(nn.Module):
         return self.lm_head(self.hidden(input_ids, doc_ids, caches))
 
     def hidden(
-        self, input_ids: Tensor, doc_ids: Tensor | None = None, caches: list[LatentCache] | None = None
+        self,
+        input_ids: Tensor,
+        doc_ids: Tensor | None = None,
+        caches: list[LatentCache] | None = None,
+        real_BT: Tensor | None = None,
     ) -> Tensor:
         """What the output head reads, (B, T, D).
 
         Args:
             doc_ids: (B, T), the document of each token; attention then never crosses from one to another.
             caches: one `LatentCache` a layer, for generation; positions go on from what they hold.
+            real_BT: true where there is text; the rest is padding, which visits no routed expert.  None: all is text.
         """
+        x_BTD = self.embed_tokens(input_ids)
+        return self.norm(self.run_blocks(range(len(self.layers)), x_BTD, input_ids, doc_ids, caches, real_BT))
+
+    def run_blocks(
+        self,
+        layers: range,
+        x_BTD: Tensor,
+        input_ids: Tensor,
+        doc_ids: Tensor | None = None,
+        caches: list[LatentCache] | None = None,
+        real_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Some consecutive blocks; the arguments are those of `hidden`."""
         if doc_ids is not None and caches is not None:
             raise ValueError("doc_ids are for packed training batches, caches for generation: give one of them")
         T = input_ids.shape[1]
-        past = len(caches[0]) if caches else 0
-        x_BTD = self.embed_tokens(input_ids)
+        past = len(caches[layers[0]]) if caches else 0
         positions_T = torch.arange(past, past + T, device=input_ids.device)
         tables = rope.rope_tables(self.config, positions_T, torch.promote_types(x_BTD.dtype, torch.float32))
         mask_B1TT = None if doc_ids is None else document_mask(doc_ids)
-        for layer, block in enumerate(self.layers):
-            x_BTD = block(x_BTD, tables, mask_B1TT, caches[layer] if caches else None)
-        return self.norm(x_BTD)
+        for layer in layers:
+            x_BTD = self.layers[layer](x_BTD, tables, mask_B1TT, caches[layer] if caches else None, real_BT)
+        return x_BTD
+
+    def blocks(self) -> list[Block]:
+        """The blocks that are here: a pipeline stage holds only some of them."""
+        return [block for block in self.layers if isinstance(block, Block)]
 
     def loss_sum(
-        self, input_ids: Tensor, labels: Tensor, doc_ids: Tensor | None = None, label_smoothing: float = 0.0
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        doc_ids: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        real_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy of `labels` (B, T), nats, and how many of them counted: what the trainer minimises.
 
         The same numbers as `loss.cross_entropy_sum(model(input_ids), labels)`, without ever holding all logits.
         """
-        return self.lm_head(self.hidden(input_ids, doc_ids), labels, label_smoothing)
+        return self.lm_head(self.hidden(input_ids, doc_ids, real_BT=real_BT), labels, label_smoothing)
 
     def loss(self, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Mean cross-entropy, nats, over the labels that are not -100; zero when there are none."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepseek_lab.model.config import DeepSeekConfig
+from deepseek_lab.plan.schedules import Schedule, build_schedule
+from deepseek_lab.plan.stages import split_layers
 
 COLLECTIVES = ("gloo", "ring")
 COMPRESSIONS = ("none", "int8", "topk")
 RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "dualpipe_v")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class ParallelConfig:
     `sequence_parallel`: between the layers that `tp` splits, activations are split too, along the sequence.
     `recompute`: activations that are worked out again in backward: "selective" those of attention, "full" whole blocks.
     `collectives`: "gloo" leaves them to the process group (NCCL on GPUs), "ring" uses the package's own ring.
-    `schedule` and `chunks`: of the pipeline.
+    `schedule`: the order of a pipeline's work (`plan/schedules.py`), in which each rank has `chunks` stages.
+    `stage_layers`: how many blocks each stage holds, None for equally many.
     """
 
     dp: int | None = None
@@ -39,6 +42,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     chunks: int = 1
+    stage_layers: list[int] | None = None
     collectives: str = "gloo"
     compression: str = "none"
     overlap: bool = True
@@ -59,6 +63,7 @@ class ParallelConfig:
                 raise ValueError(f"parallel.{name}={value!r} is not known; use one of {', '.join(known)}")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"parallel.zero_stage={self.zero_stage} is not a stage; use 0, 1, 2 or 3")
+        self.pipeline()
         if self.bucket_mb <= 0:
             raise ValueError(f"parallel.bucket_mb={self.bucket_mb} must be more than 0")
         if self.compression != "none" and self.zero_stage:
@@ -77,6 +82,14 @@ class ParallelConfig:
         dp = self.dp or world_size // (self.tp * self.pp)
         return {"pp": self.pp, "dp": dp, "edp": dp // self.ep, "ep": self.ep, "tp": self.tp}
 
+    def pipeline(self, micro_batches: int | None = None) -> Schedule:
+        """The schedule of a step of `micro_batches`; by default of some number, for where each stage is.
+
+        Raises:
+            ValueError: when the schedule cannot have that many ranks, chunks or micro-batches.
+        """
+        return build_schedule(self.schedule, self.pp, micro_batches or 2 * self.pp, self.chunks)
+
     def check(self, world_size: int) -> None:
         """Raises ValueError when the layout does not use exactly the ranks that were launched."""
         others = self.tp * self.pp
@@ -93,8 +106,6 @@ class ParallelConfig:
             )
         if (dp := self.sizes(world_size)["dp"]) % self.ep:
             raise ValueError(f"parallel.ep={self.ep} does not divide the {dp} data-parallel ranks; use {divisors(dp)}")
-        if self.pp > 1 or self.chunks > 1 or self.ep > 1:
-            raise ValueError("parallel.pp, parallel.chunks and parallel.ep are not built yet; leave them at 1")
 
     def check_torch_engine(self, mixed: bool) -> None:
         """Raises ValueError for what PyTorch's own parts do not do; `mixed`: with wider weights for the optimizer."""
@@ -106,6 +117,8 @@ class ParallelConfig:
             f"compression={self.compression!r}": (self.compression != "none", "use none"),
             f"collectives={self.collectives!r}": (self.collectives != "gloo", "use gloo"),
             "overlap=false": (not self.overlap, "its gradients always travel during backward; use true"),
+            f"pp={self.pp}": (self.pp > 1 or self.chunks > 1, "not built yet; use 1"),
+            f"ep={self.ep}": (self.ep > 1, "PyTorch has no expert dispatch of its own; use 1"),
             f"zero_stage={self.zero_stage} with precision='mixed'": (
                 mixed and self.zero_stage == 0,
                 "FSDP keeps the wider weights in its shards; use 2 or 3",
@@ -128,6 +141,9 @@ class ParallelConfig:
         for name, size in sizes.items():
             if size % tp:
                 raise ValueError(f"parallel.tp={tp} does not divide {name}={size}; use {divisors(size)}")
+        split_layers(model.num_hidden_layers, self.pp * self.chunks, self.stage_layers)
+        if self.ep > 1 and model.first_k_dense_replace >= model.num_hidden_layers:
+            raise ValueError(f"parallel.ep={self.ep} spreads experts, and this model has none; use 1")
         if model.n_routed_experts % self.ep:
             raise ValueError(
                 f"parallel.ep={self.ep} does not divide n_routed_experts={model.n_routed_experts}; "

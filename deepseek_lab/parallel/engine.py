@@ -7,17 +7,26 @@ it runs passes, adds gradients up, and hands the optimizer what is this rank's t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepseek_lab.model import DeepSeekConfig, DeepSeekModel
+from deepseek_lab.data.batches import Batch
+from deepseek_lab.model import DeepSeekConfig
+from deepseek_lab.model.split_backward import WeightParts
 from deepseek_lab.model.transformer import initial_weight
-from deepseek_lab.parallel import collectives, compression, data_parallel, tensor, zero
+from deepseek_lab.parallel import collectives, compression, data_parallel, expert, pipeline, tensor, zero
 from deepseek_lab.parallel.config import ParallelConfig
 from deepseek_lab.parallel.mesh import Mesh
 from deepseek_lab.parallel.recompute import apply_recompute
+from deepseek_lab.plan.schedules import Schedule
+from deepseek_lab.plan.stages import split_layers
+
+Forward = Callable[[int, Tensor | None, Batch], Any]  # (chunk, its input, micro-batch): as StagedModel.run_stage
 
 
 def parallelize(
@@ -39,9 +48,18 @@ def parallelize(
         dtype: of weights and gradients.
         master_dtype: of the copy of the weights that the optimizer updates; by default there is no copy.
     """
+    place = parallel.pipeline()
+    layers = split_layers(config.num_hidden_layers, place.stages, parallel.stage_layers)
     with torch.device("meta"):
-        model = DeepSeekModel(config)
+        model = pipeline.StagedModel(config, place, layers, mesh.group("pp"))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expert.apply_expert_parallel(model, mesh.group("ep"))
     layouts = tensor.apply_tensor_parallel(model, mesh.group("tp"), parallel.sequence_parallel)
+    spread = mesh.size("ep") > 1
+    layouts = {
+        name: dataclasses.replace(layout, full_shape=shapes[name], expert=spread and ".mlp.experts." in name)
+        for name, layout in layouts.items()
+    }
     apply_recompute(model, parallel.recompute)
     engine = Engine(model, layouts, mesh, parallel, dtype, master_dtype or dtype, device or torch.device("cpu"))
     for name, layout in layouts.items():
@@ -50,11 +68,11 @@ def parallelize(
 
 
 class Engine:
-    """A model in pieces: data parallelism with ZeRO, over a model that tensor parallelism has cut already."""
+    """A model in pieces: data parallelism with ZeRO, over stages that tensor and expert parallelism cut before."""
 
     def __init__(
         self,
-        model: DeepSeekModel,
+        model: pipeline.StagedModel,
         layouts: dict[str, tensor.Layout],
         mesh: Mesh,
         parallel: ParallelConfig,
@@ -63,70 +81,102 @@ class Engine:
         device: torch.device,
     ):
         self.model, self.layouts, self.mesh, self.parallel = model, layouts, mesh, parallel
-        self.stage = parallel.zero_stage
+        self.stage, self.dtype, self.device = parallel.zero_stage, dtype, device
         self.compress = compression.get(parallel.compression)
         self.overlap: data_parallel.Overlap | None = None
         self.in_flight: list[zero.Reduction] = []
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        names = list(shapes)
-        self.members = self._stage_3_members() if self.stage == 3 else self._members(shapes, dtype)
-        self.buckets = [
-            zero.Bucket(
-                {names[i]: shapes[names[i]] for i in bucket}, self.stage, mesh.group("dp"), dtype, master_dtype, device
-            )
-            for bucket in self.members
-        ]
+        self.timeline: list[pipeline.Span] = []
+        parameters = dict(model.named_parameters())
+        self.number = {name: i for i, name in enumerate(parameters)}
+        self._name = {id(parameter): name for name, parameter in parameters.items()}
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.buckets: list[zero.Bucket] = []
+        self.buckets_of_chunk: list[list[int]] = []
+        self._lay_out(dtype, master_dtype)
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.shapes}
         self._place_parameters()
         _place_buffers(model, dtype if dtype == torch.float64 else torch.float32, device)
         self._free_weights()
-        if self.stage == 3:
-            zero.gather_when_used(list(self._units()))
 
     # --- laying out -----------------------------------------------------------------------------------------
 
-    def _members(self, shapes: dict[str, torch.Size], dtype: torch.dtype) -> list[list[int]]:
-        bucket_numel = int(self.parallel.bucket_mb * 2**20 / dtype.itemsize)
-        return data_parallel.plan_buckets([shape.numel() for shape in shapes.values()], bucket_numel)
+    def _lay_out(self, dtype: torch.dtype, master_dtype: torch.dtype) -> None:
+        """Make the buckets of every chunk, in the order in which backward finishes them."""
+        most = int(self.parallel.bucket_mb * 2**20 / dtype.itemsize)
+        placed: set[str] = set()
+        for chunk in range(len(self.model.stages)):
+            units = [self._names(modules, placed) for modules in self._modules(chunk)]
+            # In stage 3 a unit is gathered as one, whatever its size; else gradients fill buckets of a given size.
+            together = [name for unit in units for name in unit]
+            wholes, size = (units, sys.maxsize) if self.stage == 3 else ([together], most)
+            members: list[list[str]] = []
+            for names in wholes:
+                for kind in self._kinds(names):
+                    planned = data_parallel.plan_buckets([self.shapes[name].numel() for name in kind], size)
+                    members += [[kind[i] for i in bucket] for bucket in planned]
+            members.sort(key=lambda names: -min(self.number[name] for name in names))
+            first = len(self.buckets)
+            for names in members:
+                group = self.mesh.group("edp" if self._expert(names[0]) else "dp")
+                shapes = {name: self.shapes[name] for name in names}
+                self.buckets.append(zero.Bucket(shapes, self.stage, group, dtype, master_dtype, self.device))
+            self.buckets_of_chunk.append(list(range(first, len(self.buckets))))
 
-    def _modules(self) -> list[list[nn.Module]]:
-        """Modules whose weights are gathered together in stage 3, in the order in which they begin."""
-        model = self.model
-        first: list[nn.Module] = [model.embed_tokens]
-        last: list[nn.Module] = [model.norm, model.lm_head]
-        blocks: list[list[nn.Module]] = [[block] for block in model.layers]
-        return [first + last, *blocks] if model.config.tie_word_embeddings else [first, *blocks, last]
+    def _modules(self, chunk: int) -> list[list[nn.Module]]:
+        """Modules of a chunk whose weights are gathered together in stage 3, in the order in which they begin."""
+        model, stage = self.model, self.model.stages[chunk]
+        first: list[nn.Module] = [model.embed_tokens] if stage == 0 else []
+        last: list[nn.Module] = [model.norm, model.lm_head] if stage == model.last_stage else []
+        blocks: list[list[nn.Module]] = [[model.layers[layer]] for layer in model.stage_layers[stage]]
+        if first and last and model.config.tie_word_embeddings:
+            return [first + last, *blocks]
+        return [modules for modules in (first, *blocks, last) if modules]
 
-    def _stage_3_members(self) -> list[list[int]]:
-        """One bucket for the parameters of each of `_modules`, last first, as backward finishes them."""
-        number = {id(parameter): i for i, parameter in enumerate(self.model.parameters())}
-        found = []
-        for modules in self._modules():
-            parameters = [parameter for module in modules for parameter in module.parameters()]
-            found.append(list(dict.fromkeys(number[id(parameter)] for parameter in parameters)))
-        return found[::-1]
+    def _names(self, modules: list[nn.Module], placed: set[str]) -> list[str]:
+        """The parameters of `modules` that have no place yet, by name."""
+        found = dict.fromkeys(self._name[id(parameter)] for module in modules for parameter in module.parameters())
+        names = [name for name in found if name not in placed]
+        placed.update(names)
+        return names
 
-    def _units(self) -> Iterator[zero.Unit]:
-        for modules, bucket in zip(self._modules(), reversed(self.buckets), strict=True):
-            assert bucket.gathered is not None
+    def _kinds(self, names: list[str]) -> list[list[str]]:
+        """Experts, which fewer ranks share, and a table that another stage has too: their shares must be cut alike."""
+        kinds: dict[tuple[bool, bool], list[str]] = {}
+        for name in names:
+            kinds.setdefault((self._expert(name), self._twice(name)), []).append(name)
+        return list(kinds.values())
+
+    def _expert(self, name: str) -> bool:
+        return self.layouts[name].expert
+
+    def _units(self, chunk: int) -> Iterator[zero.Unit]:
+        for modules in self._modules(chunk):
+            names = [self._name[id(parameter)] for module in modules for parameter in module.parameters()]
+            gathered = [bucket.gathered for bucket in dict.fromkeys(self.bucket_of[name] for name in names)]
+            weights = [weights for weights in gathered if weights is not None]
+            together = weights[0] if len(weights) == 1 else zero.GatheredTogether(weights)
             # The gradient of a table that is only looked up does not depend on what the table holds.
-            yield zero.Unit(modules, bucket.gathered, used_in_backward=modules != [self.model.embed_tokens])
+            yield zero.Unit(modules, together, used_in_backward=modules != [self.model.embed_tokens])
 
     def _place_parameters(self) -> None:
-        """Put every parameter's storage into its bucket."""
+        """Put every parameter's storage into its bucket, and in stage 3 see to it that it is there when used."""
+        units = [list(self._units(chunk)) for chunk in range(len(self.model.stages)) if self.stage == 3]
         placed: dict[int, nn.Parameter] = {}
-        for i, (name, laid_out) in enumerate(list(self.model.named_parameters())):
+        for name, laid_out in list(self.model.named_parameters()):
             bucket = self.bucket_of[name]
             parameter = nn.Parameter(torch.empty(0, dtype=bucket.weights_P.dtype, device=bucket.weights_P.device))
             parameter.data = bucket.view(bucket.weights_P, name)
             if self.stage < 2:
                 assert bucket.gradients_P is not None
                 parameter.grad = bucket.view(bucket.gradients_P, name)
-            parameter.register_post_accumulate_grad_hook(self._gradient_hook(i, name))
+            parameter.register_post_accumulate_grad_hook(self._gradient_hook(name))
             placed[id(laid_out)] = parameter
         for module in self.model.modules():
             for key, laid_out in module.named_parameters(recurse=False, remove_duplicate=False):
                 setattr(module, key, placed[id(laid_out)])
+        self._name = {id(placed[old]): name for old, name in self._name.items()}
+        for chunk in units:
+            zero.gather_when_used(chunk)
 
     # --- passes ---------------------------------------------------------------------------------------------
 
@@ -135,41 +185,100 @@ class Engine:
         for bucket in self.buckets:
             bucket.zero_grad()
 
+    def run_stage(self, chunk: int, x_BTD: Tensor | None, *batch: Any) -> Any:
+        """As `StagedModel.run_stage`."""
+        return self.model.run_stage(chunk, x_BTD, *batch)
+
+    def run(self, micros: Sequence[Batch], forward: Forward, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a step's micro-batches, in the order of the schedule.
+
+        Args:
+            micros: the same number on every rank.
+            forward: what takes a micro-batch through a chunk of this rank.
+            n_tokens: by which the summed loss is divided, over all ranks and micro-batches.
+
+        Returns:
+            The summed loss of the micro-batches and how many labels counted; zeros but on the last stage.
+        """
+        losses: list[tuple[Tensor, Tensor]] = []
+        schedule = self.parallel.pipeline(len(micros))
+        chunks = range(schedule.chunks)
+        stages = [_Chunk(self, chunk, schedule, micros, forward, losses, n_tokens) for chunk in chunks]
+        executor = pipeline.Executor(schedule, stages, self.mesh.group("pp"))
+        executor.run()
+        self.timeline = executor.spans
+        return sum_losses(losses, self.device)
+
+    @torch.no_grad()
+    def evaluate(self, micros: Sequence[Batch], forward: Forward) -> tuple[Tensor, Tensor]:
+        """The summed loss of `micros`, and how many labels counted; zeros but on the last stage."""
+        losses: list[tuple[Tensor, Tensor]] = []
+        schedule = pipeline.forward_only(self.model.place, len(micros))
+        chunks = range(schedule.chunks)
+        stages = [_Chunk(self, chunk, schedule, micros, forward, losses) for chunk in chunks]
+        pipeline.Executor(schedule, stages, self.mesh.group("pp")).run()
+        return sum_losses(losses, self.device)
+
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around the forward and backward of one micro-batch.
+        """Around a forward and backward of a model that is whole on this rank, outside of `run`.
 
         Gradients travel in the `last` pass only, while backward works on; from stage 2 on in every pass, since no rank
         has room to keep them all.
         """
-        travel = last or self.stage >= 2
-        self.overlap = data_parallel.Overlap(self.members, self._start) if travel else None
+        with self.backward(0, last or self.stage >= 2):
+            yield
+
+    @contextlib.contextmanager
+    def backward(self, chunk: int, travel: bool, put_off: Collection[int] | None = None) -> Iterator[None]:
+        """Around a backward of `chunk`, or a part of one.
+
+        Args:
+            travel: whether gradients are added up over the ranks in it, each bucket as soon as it is complete.
+            put_off: the `id`s of the parameters whose gradients are still to come, if the others have come before.
+        """
+        buckets = self.buckets_of_chunk[chunk]
+        members = [[self.number[name] for name in self.buckets[b].shapes] for b in buckets]
+        self.overlap = data_parallel.Overlap(members, lambda k: self._start(buckets[k])) if travel else None
+        if self.overlap is not None and put_off is not None and self.parallel.overlap:
+            for name, parameter in self.model.named_parameters():
+                if id(parameter) not in put_off and self.number[name] in self.overlap.bucket_of:
+                    self.overlap.ready(self.number[name])
         yield
         if self.overlap is not None:
             if self.parallel.overlap or self.stage or self.compress:
                 self.overlap.finish()
             else:
-                gradients = [parameter.grad for parameter in self.model.parameters()]
-                data_parallel.all_reduce_gradients(gradients, self.mesh.group("dp"), self._bucket_bytes)
+                self._add_up(buckets)
             self.in_flight.clear()
             self.overlap = None
-        self._free_weights()
+        self._free_weights(chunk)
 
-    def _free_weights(self) -> None:
-        for bucket in self.buckets:
-            if bucket.gathered is not None:
-                bucket.gathered.free()
+    def _add_up(self, buckets: list[int]) -> None:
+        """Stage 0 without overlap: all at once, after backward."""
+        for axis, wanted in (("dp", False), ("edp", True)):
+            names = [name for b in buckets for name in self.buckets[b].shapes if self._expert(name) == wanted]
+            gradients = [self.model.get_parameter(name).grad for name in names]
+            data_parallel.all_reduce_gradients(gradients, self.mesh.group(axis), self._bucket_bytes)
+
+    def _free_weights(self, chunk: int | None = None) -> None:
+        for b in self.buckets_of_chunk[chunk] if chunk is not None else range(len(self.buckets)):
+            gathered = self.buckets[b].gathered
+            if gathered is not None:
+                gathered.free()
 
     @property
     def _bucket_bytes(self) -> int:
         return int(self.parallel.bucket_mb * 2**20)
 
-    def _gradient_hook(self, i: int, name: str):
+    def _gradient_hook(self, name: str):
+        number = self.number[name]
+
         def hook(parameter: nn.Parameter) -> None:
             if self.stage >= 2:
                 self.bucket_of[name].take(name, parameter)
-            if self.overlap is not None and self.parallel.overlap:
-                self.overlap.ready(i)
+            if self.overlap is not None and self.parallel.overlap and number in self.overlap.bucket_of:
+                self.overlap.ready(number)
 
         return hook
 
@@ -194,16 +303,36 @@ class Engine:
             bucket.hand_over()
         parts = [piece.gradient for piece in self._pieces() if self.layouts[piece.name].partial]
         data_parallel.all_reduce_gradients(parts, self.mesh.group("tp"), self._bucket_bytes)
+        # The first stage and the last each found a part of a tied table's gradient; their shares are cut alike.
+        tied = [piece.gradient for piece in self._pieces() if self._twice(piece.name)]
+        if tied:
+            data_parallel.all_reduce_gradients(tied, self.mesh.ends, self._bucket_bytes)
+
+    def _twice(self, name: str) -> bool:
+        """Whether another stage holds this parameter, too."""
+        model = self.model
+        ends = (0 in model.stages) != (model.last_stage in model.stages)
+        return ends and model.config.tie_word_embeddings and name == "embed_tokens.weight"
 
     def grad_norm(self) -> Tensor:
         """The norm of all gradients, each number of the model once; the same on every rank."""
-        tp = self.mesh.size("tp")
+        size = self.mesh.size
+        axes = [axis for axis in ("tp", "pp") if size(axis) > 1]
+        axes += ["dp"] if size("dp") > 1 and (self.stage or size("ep") > 1) else []
+        axes = ["world"] if len(axes) > 1 else axes  # one message, not one for each
+        over_dp = "dp" in axes or "world" in axes
+
+        def copies(name: str) -> int:
+            """On how many of the ranks of `axes` the same numbers are."""
+            of_tp = size("tp") if self.layouts[name].dim is None else 1
+            of_dp = size("edp" if self._expert(name) else "dp") if over_dp and not self.stage else 1
+            return of_tp * of_dp * (2 if self._twice(name) else 1)
+
         pieces = list(self._pieces())
         nothing = self.buckets[0].my_gradients_S.new_zeros(1)  # a rank's shares may be all padding
         gradients = [nothing, *(piece.gradient for piece in pieces)]
-        copies = [1, *(tp if self.layouts[piece.name].dim is None else 1 for piece in pieces)]
-        groups = [self.mesh.group("tp")] + ([self.mesh.group("dp")] if self.stage else [])
-        return zero.global_grad_norm(gradients, copies, groups)
+        groups = [self.mesh.group(axis) for axis in axes]
+        return zero.global_grad_norm(gradients, [1, *(copies(piece.name) for piece in pieces)], groups)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiply all gradients by `factor`."""
@@ -228,7 +357,7 @@ class Engine:
 
     @torch.no_grad()
     def full(self, kind: str, optimizer: torch.optim.Optimizer | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter's weights ("model"), gradient ("grad") or optimizer state, whole, one after the other.
+        """The weights ("model"), gradient ("grad") or optimizer state of every parameter of this rank's stages, whole.
 
         Collective: all ranks must go through all of it.
         """
@@ -238,8 +367,15 @@ class Engine:
                 bucket.my_part(my_flat_S, piece).copy_(_part(piece, kind, optimizer))
             flat_P = bucket.whole(my_flat_S)
             for name in bucket.shapes:
-                local, dim = bucket.view(flat_P, name), self.layouts[name].dim
-                yield name, local if dim is None else tensor.unshard(local, dim, self.mesh.group("tp"))
+                whole = bucket.view(flat_P, name)
+                for dim, axis in reversed(self._cuts(name)):
+                    whole = tensor.unshard(whole, dim, self.mesh.group(axis))
+                yield name, whole
+
+    def _cuts(self, name: str) -> list[tuple[int, str]]:
+        """Along which dimension a parameter is cut, over which axis, in order."""
+        layout = self.layouts[name]
+        return ([(0, "ep")] if layout.expert else []) + ([(layout.dim, "tp")] if layout.dim is not None else [])
 
     @torch.no_grad()
     def assign(self, kind: str, name: str, whole: Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -252,8 +388,8 @@ class Engine:
         if tuple(whole.shape) != tuple(layout.full_shape):
             raise ValueError(f"{name} has shape {tuple(layout.full_shape)}, not {tuple(whole.shape)}")
         local = whole
-        if layout.dim is not None:
-            local = tensor.shard(whole, layout.dim, self.mesh.rank("tp"), self.mesh.size("tp"))
+        for dim, axis in self._cuts(name):
+            local = tensor.shard(local, dim, self.mesh.rank(axis), self.mesh.size(axis))
         if kind == "model" and self.stage < 3:
             bucket.view(bucket.weights_P, name).copy_(local)
         for piece in bucket.pieces:
@@ -268,15 +404,19 @@ class Engine:
                 optimizer.state[piece.tensor][kind] = part.to(piece.tensor.device, piece.tensor.dtype, copy=True)
 
     @torch.no_grad()
-    def shards(self, kind: str, optimizer: torch.optim.Optimizer | None = None) -> Iterator[tuple[zero.Piece, Tensor]]:
+    def shards(self, kind: str, optimizer: torch.optim.Optimizer | None = None) -> Iterator[StateShard]:
         """What this rank writes into a checkpoint, so that together the ranks write everything once."""
-        dp_rank, dp = self.mesh.rank("dp"), self.mesh.size("dp")
         for n, bucket in enumerate(self.buckets):
-            if self.stage == 0 and n % dp != dp_rank:
+            if self.stage == 0 and n % collectives.size_of(bucket.group) != collectives.rank_in(bucket.group):
                 continue
             for piece in bucket.pieces:
-                if self.layouts[piece.name].dim is not None or self.mesh.rank("tp") == 0:
-                    yield piece, _part(piece, kind, optimizer)
+                name = piece.name
+                if self.layouts[name].dim is None and self.mesh.rank("tp"):
+                    continue
+                if self._twice(name) and 0 not in self.model.stages:
+                    continue
+                cuts = [(dim, self.mesh.rank(axis), self.mesh.size(axis)) for dim, axis in self._cuts(name)]
+                yield StateShard(piece, _part(piece, kind, optimizer), cuts)
 
     def state_bytes(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Bytes that this rank holds between passes, padding included, every storage once; step counters left out."""
@@ -289,6 +429,66 @@ class Engine:
             "gradients": zero.storage_bytes([g for g in gradients if g is not None]),
             "optimizer": zero.storage_bytes(masters + moments),
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class StateShard:
+    """The numbers that this rank has of a piece; `cuts`: (dim, number, of how many) of the slices that it lies in."""
+
+    piece: zero.Piece
+    tensor: Tensor
+    cuts: list[tuple[int, int, int]]
+
+
+class _Chunk(pipeline.Stage):
+    """A chunk of this rank as the executor sees it, in a step of `micros`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chunk: int,
+        schedule: Schedule,
+        micros: Sequence[Batch],
+        forward: Forward,
+        losses: list[tuple[Tensor, Tensor]],
+        n_tokens: int = 1,
+    ):
+        self.engine, self.chunk, self.micros, self.through, self.losses = engine, chunk, micros, forward, losses
+        self.n_tokens, self.is_last = n_tokens, engine.model.stages[chunk] == engine.model.last_stage
+        self.alone, self.to_come = schedule.stages == 1, schedule.micro_batches
+
+    def forward(self, m: int, x: Tensor | None) -> Tensor:
+        result = self.through(self.chunk, x, self.micros[m])
+        if not self.alone:  # other passes come before this one's backward
+            self.engine._free_weights(self.chunk)
+        if not self.is_last:
+            return result
+        loss_sum, count = result
+        self.losses.append((loss_sum.detach(), count))
+        return loss_sum / self.n_tokens
+
+    def input_like(self, m: int) -> Tensor:
+        engine, (B, T) = self.engine, self.micros[m].input_ids.shape
+        if engine.parallel.sequence_parallel and engine.model.training:
+            T //= engine.mesh.size("tp")
+        return torch.empty(B, T, engine.model.config.hidden_size, dtype=engine.dtype, device=engine.device)
+
+    def around_backward(self, m: int, kind: str, parts: WeightParts) -> contextlib.AbstractContextManager:
+        if kind == "I":
+            return self.engine.backward(self.chunk, travel=False)
+        self.to_come -= 1
+        travel = self.to_come == 0 or self.engine.stage >= 2
+        return self.engine.backward(self.chunk, travel, parts.weights if kind == "W" else None)
+
+
+def sum_losses(losses: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The sums of micro-batches' losses (fp64) and counts."""
+    loss_sum = torch.zeros((), device=device, dtype=torch.float64)
+    count = torch.zeros((), device=device, dtype=torch.int64)
+    for micro_loss_sum, micro_count in losses:
+        loss_sum += micro_loss_sum
+        count += micro_count
+    return loss_sum, count
 
 
 def _part(piece: zero.Piece, kind: str, optimizer: torch.optim.Optimizer | None) -> Tensor:

@@ -21,11 +21,13 @@ AXES = ("pp", "edp", "ep", "tp")  # outermost first
 class Mesh:
     """This process's place in the grid, by axis: "pp", "dp", "tp", "edp", "ep", or "world" for all ranks.
 
-    Without a process group there is one rank, every group is None and every size one.
+    Without a process group there is one rank, every group is None and every size one.  `ends`: the first and the last
+    rank of this one's pipeline, if it is either and they are two.
     """
 
     device_mesh: DeviceMesh | None
     sizes: dict[str, int] = field(default_factory=dict)
+    ends: dist.ProcessGroup | None = None
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one along `axis` only."""
@@ -56,4 +58,13 @@ def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
     sizes = config.sizes(world)
     device_mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     device_mesh["edp", "ep"]._flatten("dp")
-    return Mesh(device_mesh, sizes | {"world": world})
+    return Mesh(device_mesh, sizes | {"world": world}, _ends(device_mesh))
+
+
+def _ends(device_mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """For the two stages that share a tied table."""
+    if device_mesh.mesh.shape[0] == 1:
+        return None
+    first, last = device_mesh.mesh[0].flatten().tolist(), device_mesh.mesh[-1].flatten().tolist()
+    mine, _ = dist.new_subgroups_by_enumeration([list(pair) for pair in zip(first, last, strict=True)])
+    return mine if isinstance(mine, dist.ProcessGroup) else None

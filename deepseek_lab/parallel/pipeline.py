@@ -21,9 +21,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from deepseek_lab.model import split_backward
+from deepseek_lab.model import DeepSeekConfig, DeepSeekModel, split_backward
+from deepseek_lab.model.attention import LatentCache
 from deepseek_lab.model.split_backward import WeightParts
 from deepseek_lab.plan.schedules import Action, Schedule, direction
 
@@ -186,35 +187,103 @@ class Executor:
         self._coming[key] = collectives.start_recv(buffer, action.peer, self.group, self._tag(*key))
 
 
-def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule alone: for evaluation."""
-    forwards = tuple(
-        tuple(step for action in actions for step in action.steps() if step.kind == "F") for actions in schedule.compute
-    )
-    return dataclasses.replace(schedule, name=f"{schedule.name}, forward only", compute=forwards)
+def forward_only(place: Schedule, micro_batches: int) -> Schedule:
+    """Forwards alone, for evaluation, over the ranks and chunks of `place`: a group of micro-batches at a time."""
+    order = [
+        Action("F", m, chunk)
+        for start in range(0, micro_batches, place.ranks)
+        for chunk in range(place.chunks)
+        for m in range(start, min(start + place.ranks, micro_batches))
+    ]
+    compute = tuple(tuple(order) for _ in range(place.ranks))
+    return dataclasses.replace(place, name="forward only", micro_batches=micro_batches, compute=compute)
 
 
 # --- cutting a model ------------------------------------------------------------------------------------------
 
 
-def split_layers(n_layers: int, stages: int, given: Sequence[int] | None = None) -> list[range]:
-    """Which blocks each stage holds: consecutive, `given` many each, or as equally many as can be.
+class Elsewhere(nn.Module):
+    """Stands where another rank of the pipeline holds a part of the model."""
 
-    Where they cannot be equal the middle stages have one more: the first holds the embedding and the last the head.
-
-    Raises:
-        ValueError: when there are fewer blocks than stages, or `given` does not name each block once.
-    """
-    if given is None:
-        if n_layers < stages:
-            raise ValueError(f"num_hidden_layers={n_layers} is too few for {stages} pipeline stages")
-        more = n_layers % stages
-        first = (stages - more + 1) // 2
-        given = [n_layers // stages + (first <= stage < first + more) for stage in range(stages)]
-    if len(given) != stages or sum(given) != n_layers or min(given) < 1:
-        raise ValueError(
-            f"parallel.stage_layers={list(given)} must be {stages} numbers of at least 1, one for each stage, which "
-            f"add up to num_hidden_layers={n_layers}"
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        raise RuntimeError(
+            "this part of the model is on another rank of the pipeline; call the whole model, or run_stage"
         )
-    ends = [sum(given[: stage + 1]) for stage in range(stages)]
-    return [range(end - count, end) for end, count in zip(ends, given, strict=True)]
+
+
+class StagedModel(DeepSeekModel):
+    """As much of a DeepSeekModel as one rank of a pipeline holds, under the names of the whole.
+
+    With tied embeddings the first stage and the last both hold the table.
+
+    Args:
+        place: a schedule, for where each stage is.
+        layers: the blocks of every stage, from `split_layers`.
+        group: the pipeline's ranks.
+    """
+
+    def __init__(
+        self, config: DeepSeekConfig, place: Schedule, layers: Sequence[range], group: dist.ProcessGroup | None = None
+    ):
+        super().__init__(config)
+        self.place, self.stage_layers, self.group = place, list(layers), group
+        self.rank, self.last_stage = collectives.rank_in(group), place.stages - 1
+        self.stages = [place.stage(self.rank, chunk) for chunk in range(place.chunks)]
+        here = {layer for stage in self.stages for layer in layers[stage]}
+        for layer in set(range(config.num_hidden_layers)) - here:
+            self.layers[layer] = Elsewhere()
+        if self.last_stage not in self.stages:
+            self.norm, self.lm_head = Elsewhere(), Elsewhere()  # type: ignore[assignment]
+        if not self.holds_table():
+            self.embed_tokens = Elsewhere()  # type: ignore[assignment]
+
+    def holds_table(self) -> bool:
+        """Whether the embedding's table is here, be it for the embedding or, tied, for the head."""
+        return 0 in self.stages or (self.config.tie_word_embeddings and self.last_stage in self.stages)
+
+    def run_stage(
+        self,
+        chunk: int,
+        x_BTD: Tensor | None,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        real_BT: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        caches: list[LatentCache] | None = None,
+    ):
+        """This rank's stage number `chunk`: `x_BTD` is what the stage before gave, None on the first.
+
+        Returns:
+            What the next stage reads, (B, T, D); of the last stage what the head returns: logits, or with `labels` the
+            summed loss and how many of them counted.
+        """
+        stage = self.stages[chunk]
+        x_BTD = self.embed_tokens(input_ids) if x_BTD is None else x_BTD
+        x_BTD = self.run_blocks(self.stage_layers[stage], x_BTD, input_ids, doc_ids, caches, real_BT)
+        return self.lm_head(self.norm(x_BTD), labels, label_smoothing) if stage == self.last_stage else x_BTD
+
+    def forward(
+        self, input_ids: Tensor, doc_ids: Tensor | None = None, caches: list[LatentCache] | None = None
+    ) -> Tensor:
+        """Logits (B, T, V), the same on every rank; all ranks of the pipeline must call it.  Not differentiable."""
+        if self.last_stage == 0:
+            return super().forward(input_ids, doc_ids, caches)
+        dtype = next(self.parameters()).dtype
+        x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=dtype, device=input_ids.device)
+        logits = x.new_empty(*input_ids.shape, self.config.vocab_size)
+        holders = [self.place.holder(stage)[0] for stage in range(self.place.stages)]
+        for stage, holder in enumerate(holders):
+            if holder != self.rank:
+                continue
+            if stage and holders[stage - 1] != self.rank:
+                collectives.recv(x, holders[stage - 1], self.group)
+            chunk = self.stages.index(stage)
+            result = self.run_stage(chunk, x if stage else None, input_ids, doc_ids=doc_ids, caches=caches).detach()
+            if stage == self.last_stage:
+                logits.copy_(result)
+            else:
+                x = result
+                if holders[stage + 1] != self.rank:
+                    collectives.send(x, holders[stage + 1], self.group)
+        return collectives.broadcast(logits, holders[-1], self.group)

@@ -15,6 +15,7 @@ rank's slice of a dimension.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -123,11 +124,13 @@ class Layout:
 
     `full_shape`: of the serial model's.  `dim`: the dimension that is split, None for a parameter that every rank holds
     whole.  `partial`: it is held whole, but each rank finds a part of its gradient, and the parts must be added.
+    `expert`: dimension 0, which numbers the experts, is split too, over the ranks of expert parallelism.
     """
 
     full_shape: tuple[int, ...]
     dim: int | None = None
     partial: bool = False
+    expert: bool = False
 
 
 # Which dimension is split, counted from the last, so that it holds for stacked experts too.
@@ -166,14 +169,18 @@ def apply_tensor_parallel(model, group=None, sequence_parallel=False) -> dict[st
             setattr(model.get_submodule(owner), attribute, nn.Parameter(w))
 
     how = (group, sequence_parallel)
-    model.embed_tokens = VocabParallelEmbedding(model.embed_tokens.weight, *how)
-    head_weight = model.embed_tokens.weight if model.config.tie_word_embeddings else model.lm_head.weight
-    model.lm_head = VocabParallelHead(head_weight, *how)
-    for block in model.layers:
+    table = getattr(model.embed_tokens, "weight", None)  # a pipeline stage may lack either end
+    if table is not None:
+        model.embed_tokens = VocabParallelEmbedding(table, *how)
+    if isinstance(model.lm_head, nn.Linear):
+        head_weight: Any = table if model.config.tie_word_embeddings else model.lm_head.weight
+        model.lm_head = VocabParallelHead(head_weight, *how)
+    for block in model.blocks():
         block.self_attn.o_proj = RowParallelLinear(block.self_attn.o_proj.weight, *how)
         _enter_once(block.self_attn, *how)
         if isinstance(block.mlp, MoE):
             _leave_once(block.mlp, *how)
+            block.mlp.gate.aux_share = 1 / n_ranks  # every rank works the router out, and their gradients are added
         else:
             block.mlp.down_proj = RowParallelLinear(block.mlp.down_proj.weight, *how)
         _enter_once(block.mlp, *how)

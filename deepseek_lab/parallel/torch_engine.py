@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,11 +34,13 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
+from deepseek_lab.data.batches import Batch
 from deepseek_lab.model import DeepSeekConfig, DeepSeekModel
 from deepseek_lab.model.loss import IGNORE_INDEX
 from deepseek_lab.model.moe import MoE
 from deepseek_lab.model.transformer import Block
 from deepseek_lab.parallel.config import ParallelConfig
+from deepseek_lab.parallel.engine import Forward, StateShard, sum_losses
 from deepseek_lab.parallel.mesh import Mesh
 from deepseek_lab.parallel.recompute import apply_recompute
 from deepseek_lab.parallel.tensor import Layout
@@ -342,6 +344,7 @@ class TorchEngine:
 
     def __init__(self, model: DeepSeekModel, mesh: Mesh, parallel: ParallelConfig, ddp: DistributedDataParallel | None):
         self.model, self.mesh, self.stage, self.ddp = model, mesh, parallel.zero_stage, ddp
+        self.device = next(model.parameters()).device
         self.parameters: dict[str, Any] = dict(model.named_parameters())  # as they are at rest
         self.layouts = {name: Layout(tuple(p.shape)) for name, p in self.parameters.items()}  # as they are saved: whole
 
@@ -351,6 +354,34 @@ class TorchEngine:
         """Forget the gradients of the step before."""
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def run_stage(
+        self,
+        chunk: int,
+        x_BTD: Tensor | None,
+        input_ids: Tensor,
+        labels: Tensor,
+        doc_ids: Tensor | None,
+        real_BT: Tensor | None,
+        label_smoothing: float,
+    ) -> tuple[Tensor, Tensor]:
+        """The whole model, which is the only stage."""
+        return self.model.loss_sum(input_ids, labels, doc_ids, label_smoothing, real_BT)
+
+    def run(self, micros: Sequence[Batch], forward: Forward, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """As `Engine.run`: forward and backward of a step's micro-batches."""
+        losses = []
+        for n, micro in enumerate(micros, start=1):
+            with self.micro_batch(last=n == len(micros)):
+                loss_sum, count = forward(0, None, micro)
+                (loss_sum / n_tokens).backward()
+            losses.append((loss_sum.detach(), count))
+        return sum_losses(losses, self.device)
+
+    @torch.no_grad()
+    def evaluate(self, micros: Sequence[Batch], forward: Forward) -> tuple[Tensor, Tensor]:
+        """As `Engine.evaluate`: the summed loss of `micros`, and how many labels counted."""
+        return sum_losses([forward(0, None, micro) for micro in micros], self.device)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -451,11 +482,11 @@ class TorchEngine:
             optimizer.state[parameter][kind] = part.clone()
 
     @torch.no_grad()
-    def shards(self, kind: str, optimizer: torch.optim.Optimizer | None = None) -> Iterator[tuple[Piece, Tensor]]:
+    def shards(self, kind: str, optimizer: torch.optim.Optimizer | None = None) -> Iterator[StateShard]:
         """What this rank writes into a checkpoint: whole parameters, of which the ranks take turns.  Collective."""
         for n, (name, whole) in enumerate(self.full(kind, optimizer)):
             if n % self.mesh.size("world") == self.mesh.rank("world"):
-                yield Piece(name, 0, whole.numel(), whole), whole.flatten()
+                yield StateShard(Piece(name, 0, whole.numel(), whole), whole.flatten(), [])
 
     def state_bytes(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Bytes that this rank holds now, every storage once; step counters left out.

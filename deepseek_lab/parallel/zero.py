@@ -197,7 +197,7 @@ class Bucket:
         if self.gradients_P is None:
             self.gradients_P = torch.zeros_like(self.weights_P)
         if parameter.grad is not None:
-            self.view(self.gradients_P, name).copy_(parameter.grad)
+            self.view(self.gradients_P, name).add_(parameter.grad)  # a pipeline adds passes up before they travel
         parameter.grad = None
 
     def start(self) -> Reduction:
@@ -256,12 +256,35 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors) if s.nbytes()}.values())
 
 
+class GatheredTogether:
+    """Several buckets' `GatheredWeights` as one: experts, which other ranks share, or a table that two stages use."""
+
+    def __init__(self, members: list[GatheredWeights]):
+        self.members = members
+
+    def start(self) -> None:
+        """Begin to gather what is not here."""
+        for member in self.members:
+            member.start()
+
+    def gather(self) -> None:
+        """Return once all are here."""
+        self.start()
+        for member in self.members:
+            member.gather()
+
+    def free(self) -> None:
+        """Give the memory back."""
+        for member in self.members:
+            member.free()
+
+
 @dataclass
 class Unit:
     """Modules, called one after the other, whose weights are gathered together (stage 3)."""
 
     modules: list[nn.Module]
-    weights: GatheredWeights
+    weights: GatheredWeights | GatheredTogether
     used_in_backward: bool = True
 
 

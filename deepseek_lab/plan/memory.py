@@ -16,6 +16,8 @@ from typing import Protocol
 
 from deepseek_lab.model.config import DeepSeekConfig
 from deepseek_lab.model.loss import ROWS
+from deepseek_lab.plan.schedules import Schedule, simulate
+from deepseek_lab.plan.stages import split_layers
 
 # Bytes a parameter: itself, its gradient, its optimizer state (two moments; in "mixed" the fp32 master copy as well).
 STATE_BYTES: dict[str, tuple[int, int, int]] = {
@@ -41,6 +43,13 @@ class Layout(Protocol):
     def recompute(self) -> str: ...
     @property
     def bucket_mb(self) -> float: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def stage_layers(self) -> list[int] | None: ...
+    def pipeline(self, micro_batches: int | None = None) -> Schedule: ...
 
 
 # --- state ----------------------------------------------------------------------------------------------------
@@ -106,6 +115,48 @@ def end_parameters(config: DeepSeekConfig) -> dict[str, int]:
 def parameters_of_a_rank(counts: dict[str, int], tp: int = 1) -> int:
     """How many of these parameters one tensor-parallel rank holds."""
     return sum(n if kind in REPLICATED else n // tp for kind, n in counts.items())
+
+
+def layers_of_a_rank(config: DeepSeekConfig, parallel: Layout, pp_rank: int) -> tuple[list[int], bool, bool]:
+    """The blocks of one pipeline rank, and whether it holds the embedding, and the head."""
+    place = parallel.pipeline()
+    layers = split_layers(config.num_hidden_layers, place.stages, parallel.stage_layers)
+    stages = [place.stage(pp_rank, chunk) for chunk in range(place.chunks)]
+    return [layer for stage in stages for layer in layers[stage]], 0 in stages, place.stages - 1 in stages
+
+
+def units_of_a_rank(config: DeepSeekConfig, parallel: Layout, pp_rank: int) -> list[tuple[int, int]]:
+    """How many parameters each block of one rank has, and its ends: (of all but routed experts, of those).
+
+    With tied embeddings the first stage and the last both hold the table.
+    """
+    layers, first, last = layers_of_a_rank(config, parallel, pp_rank)
+    counts = [layer_parameters(config, layer) for layer in layers]
+    ends = end_parameters(config)
+    table = ends.pop("embedding")
+    held = {"head": ends.get("head", 0), "norms": ends["norms"]} if last else {}
+    if first or (last and config.tie_word_embeddings):
+        held["embedding"] = table
+    units = []
+    for unit in [*counts, held]:
+        experts = unit.pop("experts", 0)
+        units.append((parameters_of_a_rank(unit, parallel.tp), experts // parallel.tp // parallel.ep))
+    return units
+
+
+def state_of_a_rank(
+    config: DeepSeekConfig, parallel: Layout, pp_rank: int, world_size: int, bytes_each: tuple[int, int, int]
+) -> dict[str, int]:
+    """Bytes of state, as `zero_state_bytes`: experts are shared out over fewer ranks than all else.
+
+    Args:
+        bytes_each: of a parameter itself, of its gradient and of its optimizer state.
+    """
+    n_ranks = max(world_size // parallel.tp // parallel.pp, 1)
+    dense, experts = (sum(numbers) for numbers in zip(*units_of_a_rank(config, parallel, pp_rank), strict=True))
+    state = zero_state_bytes(dense, n_ranks, parallel.zero_stage, *bytes_each)
+    of_experts = zero_state_bytes(experts, n_ranks // parallel.ep, parallel.zero_stage, *bytes_each)
+    return {kind: state[kind] + of_experts[kind] for kind in state}
 
 
 # --- activations ----------------------------------------------------------------------------------------------
@@ -176,12 +227,14 @@ def estimate(
     seq_len: int,
     precision: str = "fp32",
     world_size: int = 1,
+    micro_batches: int | None = None,
     optimizer: str = "adamw",
     document_mask: bool = False,
 ) -> dict[str, int]:
     """Bytes that one rank needs while it trains: "parameters", "gradients", "optimizer", "activations", "transient".
 
-    Activations are those of one micro-batch between its forward and its backward.  Transient is what lives for a moment
+    Activations are those of all micro-batches between their forward and their backward, as many as the schedule keeps;
+    of a pipeline the rank that needs most counts.  Transient is what lives for a moment
     on top of them: under stage 3 the layer in use and the one that is being fetched, from stage 2 on gradients on their
     way, one block that is recomputed, a slice of the logits.  What the runtime itself needs is not counted.
 
@@ -189,38 +242,63 @@ def estimate(
         parallel: a ParallelConfig, or anything with its fields.
         optimizer: "adamw" keeps two numbers a parameter, "sgd" none.
     """
-    tp, stage, n_ranks = parallel.tp, parallel.zero_stage, max(world_size // parallel.tp, 1)
-    blocks = [layer_parameters(config, layer) for layer in range(config.num_hidden_layers)]
-    units = [parameters_of_a_rank(counts, tp) for counts in blocks]
-    units.append(parameters_of_a_rank(end_parameters(config), tp))
     param_bytes, grad_bytes, optim_bytes = STATE_BYTES[precision]
     if optimizer == "sgd":
         optim_bytes -= 2 * (8 if precision == "fp64" else 4)
-    state = zero_state_bytes(sum(units), n_ranks, stage, param_bytes, grad_bytes, optim_bytes)
+    kept = simulate(parallel.pipeline(micro_batches)).peak_activations
+    needs = []
+    for pp_rank in range(parallel.pp):
+        state = state_of_a_rank(config, parallel, pp_rank, world_size, (param_bytes, grad_bytes, optim_bytes))
+        passing = _activations(
+            config, parallel, pp_rank, kept[pp_rank], micro_batch_size, seq_len, precision, document_mask
+        )
+        units = [sum(unit) for unit in units_of_a_rank(config, parallel, pp_rank)]
+        if precision == "bf16":
+            passing["transient"] += 2 * sum(units)  # autocast's copies of the weights
+        if parallel.zero_stage == 2:
+            passing["transient"] += round(2 * min(parallel.bucket_mb * 2**20, grad_bytes * sum(units)))
+        if parallel.zero_stage == 3:
+            passing["transient"] += 2 * (param_bytes + grad_bytes) * max(units)
+        needs.append(state | passing)
+    return max(needs, key=lambda need: sum(need.values()))
 
-    n_tokens, s = micro_batch_size * seq_len, tp if parallel.sequence_parallel else 1
-    kept = _blocks(config, parallel, parallel.recompute, seq_len, precision, document_mask)
-    head = head_activations(config, n_tokens, tp=tp, s=s, precision=precision)
-    activations = round(n_tokens * sum(kept)) + head
+
+def _activations(
+    config: DeepSeekConfig,
+    parallel: Layout,
+    pp_rank: int,
+    kept: int,
+    micro_batch_size: int,
+    seq_len: int,
+    precision: str,
+    document_mask: bool,
+) -> dict[str, int]:
+    """Of `kept` passes of one chunk of a pipeline rank, and what one pass needs on top for a moment."""
+    tp, n_tokens, s = parallel.tp, micro_batch_size * seq_len, parallel.tp if parallel.sequence_parallel else 1
+    layers, _, last = layers_of_a_rank(config, parallel, pp_rank)
+    of_block = _blocks(config, parallel, layers, parallel.recompute, seq_len, precision, document_mask)
+    activations = n_tokens * sum(of_block)
+    if last:
+        activations += head_activations(config, n_tokens, tp=tp, s=s, precision=precision)
     if document_mask and parallel.recompute != "none":
         activations += n_tokens * seq_len  # one boolean mask for all blocks
+    chunks = parallel.pipeline().chunks
 
-    whole = _blocks(config, parallel, "none", seq_len, precision, document_mask)
-    recomputed = n_tokens * max(all_of_it - part for all_of_it, part in zip(whole, kept, strict=True))
+    whole = _blocks(config, parallel, layers, "none", seq_len, precision, document_mask)
+    recomputed = n_tokens * max(all_of_it - part for all_of_it, part in zip(whole, of_block, strict=True))
     rows = n_tokens if tp > 1 else min(n_tokens, ROWS)
-    logits = 3 * rows * config.vocab_size / tp * max(ACTIVATION_BYTES[precision], 4)
-    transient = max(recomputed, logits)
-    if precision == "bf16":
-        transient += 2 * sum(units)  # autocast's copies of the weights
-    if stage == 2:
-        transient += 2 * min(parallel.bucket_mb * 2**20, grad_bytes * sum(units))
-    if stage == 3:
-        transient += 2 * (param_bytes + grad_bytes) * max(units)
-    return state | {"activations": activations, "transient": round(transient)}
+    logits = 3 * rows * config.vocab_size / tp * max(ACTIVATION_BYTES[precision], 4) if last else 0
+    return {"activations": round(activations * kept / chunks), "transient": round(max(recomputed, logits))}
 
 
 def _blocks(
-    config: DeepSeekConfig, parallel: Layout, recompute: str, seq_len: int, precision: str, document_mask: bool
+    config: DeepSeekConfig,
+    parallel: Layout,
+    layers: list[int],
+    recompute: str,
+    seq_len: int,
+    precision: str,
+    document_mask: bool,
 ) -> list[float]:
     return [
         block_activations(
@@ -233,5 +311,5 @@ def _blocks(
             precision=precision,
             document_mask=document_mask,
         )
-        for layer in range(config.num_hidden_layers)
+        for layer in layers
     ]

@@ -26,10 +26,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from deepseek_lab.model import DeepSeekModel
 from deepseek_lab.parallel import collectives
 from deepseek_lab.parallel.engine import Engine
 
-FORMAT = 2
+FORMAT = 3
 INDEX = "index.json"
 
 
@@ -39,9 +40,10 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of the tensor `key`: numbers `start` to `stop` of slice `slice` of `slices`, flattened.
+    """What one rank holds of the tensor `key`: numbers `start` to `stop` of a slice of it, flattened.
 
-    The slices are equal and lie along `dim` of a tensor of `shape`; with one slice it is the whole.
+    `cuts` say which slice of the tensor of `shape`: along dimension `dim`, number `n` of so `many` equal ones, as often
+    as it was cut.  Without any the slice is the whole.
     """
 
     key: str
@@ -49,14 +51,12 @@ class Part:
     tensor: Tensor
     start: int
     stop: int
-    dim: int | None = None
-    slice: int = 0
-    slices: int = 1
+    cuts: tuple[tuple[int, int, int], ...] = ()  # (dim, n, many)
 
     @property
     def name(self) -> str:
         """The part's own name within its file."""
-        return f"{self.key}/{self.slice}/{self.start}"
+        return "/".join([self.key, *(str(n) for _, n, _ in self.cuts), str(self.start)])
 
     def facts(self, file: str) -> dict[str, Any]:
         """What the index says of the part: where it is, and of what."""
@@ -81,24 +81,37 @@ class Checkpoint:
         """
         if key not in self.parts:
             raise CheckpointError(f"{self.folder.name}: there is no {key}")
-        first = self.parts[key][0]
-        shape, dim, slices = list(first["shape"]), first["dim"], first["slices"]
-        if dim is not None:
-            shape[dim] //= slices
-        flat: list[Tensor | None] = [None] * slices
-        missing = slices * math.prod(shape)
-        for part in self.parts[key]:
-            with safe_open(self.folder / part["file"], framework="pt") as reader:
-                read = reader.get_tensor(part["name"])
-            target = flat[part["slice"]]
-            if target is None:
-                target = flat[part["slice"]] = read.new_empty(math.prod(shape))
-            target[part["start"] : part["stop"]] = read
-            missing -= len(read)
+        whole: Tensor | None = None
+        for slice_ in {json.dumps(part["cuts"]): part["cuts"] for part in self.parts[key]}.values():
+            parts = [part for part in self.parts[key] if part["cuts"] == slice_]
+            whole = self._add_slice(whole, slice_, parts)
+        missing = math.prod(self.parts[key][0]["shape"]) - sum(p["stop"] - p["start"] for p in self.parts[key])
         if missing:
             raise CheckpointError(f"{self.folder.name}: {missing} numbers of {key} are missing")
-        pieces = [piece.view(shape) for piece in flat if piece is not None]
-        return pieces[0] if dim is None else torch.cat(pieces, dim)
+        assert whole is not None
+        return whole
+
+    def _add_slice(self, whole: Tensor | None, cuts: list[list[int]], parts: list[dict[str, Any]]) -> Tensor:
+        """Put one slice, from its parts, into the whole, which the first makes."""
+        shape = list(parts[0]["shape"])
+        for dim, _, many in cuts:
+            shape[dim] //= many
+        flat: Tensor | None = None
+        for part in parts:
+            with safe_open(self.folder / part["file"], framework="pt") as reader:
+                read = reader.get_tensor(part["name"])
+            if flat is None:
+                flat = read.new_empty(math.prod(shape))
+            flat[part["start"] : part["stop"]] = read
+        assert flat is not None
+        if not cuts:
+            return flat.view(shape)
+        whole = flat.new_empty(parts[0]["shape"]) if whole is None else whole
+        target = whole
+        for dim, n, many in cuts:
+            target = target.narrow(dim, n * (target.shape[dim] // many), target.shape[dim] // many)
+        target.copy_(flat.view(shape))
+        return whole
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor, whole."""
@@ -228,12 +241,12 @@ def _flush(path: Path) -> None:
 def state_parts(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Part]:
     """What this rank writes: parts of weights as `model.NAME`, of optimizer state as `optim.NAME.KEY`."""
     for kind in ("model", *_state_kinds(optimizer)):
-        for piece, part in engine.shards(kind, optimizer):
+        for shard in engine.shards(kind, optimizer):
+            piece = shard.piece
             key = f"model.{piece.name}" if kind == "model" else f"optim.{piece.name}.{kind}"
-            layout = engine.layouts[piece.name]
-            where = (layout.dim, engine.mesh.rank("tp"), engine.mesh.size("tp")) if layout.dim is not None else ()
-            yield Part(key, tuple(layout.full_shape), part, piece.start, piece.stop, *where)
-    if engine.mesh.rank("world") == 0:
+            shape, cuts = tuple(engine.layouts[piece.name].full_shape), tuple(shard.cuts)
+            yield Part(key, shape, shard.tensor, piece.start, piece.stop, cuts)
+    if engine.mesh.rank("dp") == engine.mesh.rank("tp") == 0:
         for name, buffer in _buffers(engine.model).items():
             yield Part(f"model.{name}", tuple(buffer.shape), buffer.flatten(), 0, buffer.numel())
 
@@ -244,19 +257,20 @@ def load_state(checkpoint: Checkpoint, engine: Engine, optimizer: torch.optim.Op
     Raises:
         CheckpointError: when it lacks a tensor or has one too many, or a shape differs.
     """
+    with torch.device("meta"):
+        everything = set(DeepSeekModel(engine.model.config).state_dict())
     buffers = _buffers(engine.model)
     for key in checkpoint.parts:
         kind, name = key.split(".", 1)
         if kind == "optim":
             name, kind = name.rsplit(".", 1)
-        whole = checkpoint.tensor(key)
-        if name in buffers and kind == "model":
-            buffers.pop(name).copy_(whole)
-        elif name not in engine.layouts:
+        if name not in everything:
             raise CheckpointError(f"{checkpoint.folder.name}: the model has no place for {key}")
-        else:
+        if name in buffers and kind == "model":
+            buffers.pop(name).copy_(checkpoint.tensor(key))
+        elif name in engine.layouts:  # else it is another stage's
             try:
-                engine.assign(kind, name, whole, optimizer)
+                engine.assign(kind, name, checkpoint.tensor(key), optimizer)
             except ValueError as error:
                 raise CheckpointError(f"{checkpoint.folder.name}: {error}") from None
     for name in [*engine.layouts, *buffers]:

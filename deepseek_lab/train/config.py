@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -135,6 +136,23 @@ class RunConfig:
                 f"data.seq_len={self.data.seq_len} is more than "
                 f"model.max_position_embeddings={self.model.max_position_embeddings}"
             )
+
+    def passes(self, n_rows: int, dp: int) -> int:
+        """In how many passes each of `dp` ranks has taken its share of `n_rows`: as many as the largest share needs."""
+        return math.ceil(math.ceil(n_rows / dp) / self.train.micro_batch_size)
+
+    def check(self, world_size: int) -> None:
+        """Raises ValueError when the layout does not use `world_size` ranks, or its schedule cannot have the passes."""
+        self.parallel.check(world_size)
+        dp = self.parallel.sizes(world_size)["dp"]
+        passes = self.passes(self.train.global_batch_size, dp)
+        try:
+            self.parallel.pipeline(passes)
+        except ValueError as error:
+            raise ConfigError(
+                f"{error}; a step has {passes} micro-batches: train.global_batch_size={self.train.global_batch_size} "
+                f"over dp={dp}, in passes of train.micro_batch_size={self.train.micro_batch_size}"
+            ) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dictionaries, section by section."""

@@ -8,6 +8,7 @@ up, and no split of the batch over ranks or passes changes what a step learns.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import signal
 import time
@@ -20,13 +21,15 @@ import torch
 from deepseek_lab.data import batches
 from deepseek_lab.data.batches import Batch
 from deepseek_lab.data.tokens import TokenFile
-from deepseek_lab.model import DeepSeekModel, moe
+from deepseek_lab.model import DeepSeekModel
 from deepseek_lab.parallel import collectives, data_parallel
 from deepseek_lab.parallel.engine import Engine, parallelize
 from deepseek_lab.parallel.mesh import Mesh
 from deepseek_lab.plan import flops
 from deepseek_lab.train import checkpoint, metrics, optim, schedule
 from deepseek_lab.train.config import RunConfig
+
+EVALUATED_TOGETHER = 64  # batches that go through a pipeline before it drains
 
 
 class Trainer:
@@ -43,6 +46,8 @@ class Trainer:
         self.engine = build_engine(config, mesh, device)
         self.model = self.engine.model
         self.optimizer = optim.build_optimizer(*self.engine.optimizer_tensors(), config.optim)
+        for router in self.model.routers().values():
+            router.n_sequences = config.train.global_batch_size
         self.steps_done, self.steps_saved = 0, -1
         self.interrupted = False
         with torch.device("meta"):
@@ -69,7 +74,7 @@ class Trainer:
 
     def step(self, batch: Batch, n_tokens: int) -> dict[str, float]:
         """Learn from this rank's `batch`, of a global batch in which `n_tokens` labels count."""
-        config, engine, group = self.config, self.engine, self.mesh.group("dp")
+        config, engine, mesh = self.config, self.engine, self.mesh
         lr = schedule.warmup_cosine(
             self.steps_done,
             peak=config.optim.lr,
@@ -84,37 +89,39 @@ class Trainer:
         grad_norm = optim.clip_gradients(engine, config.optim.clip_norm)
         self.optimizer.step()
         engine.after_step()
-        optim.balance_experts(self.model, config.train.router_bias_rate, group)
+        optim.balance_experts(self.model, config.train.router_bias_rate, mesh.group("dp"))
         self.steps_done += 1
-        loss = data_parallel.global_token_mean(my_loss_sum, my_n_tokens, group)
+        if mesh.rank("tp"):  # the ranks of a tp group share one part of the batch
+            my_loss_sum, my_n_tokens = my_loss_sum * 0, my_n_tokens * 0
+        loss = data_parallel.global_token_mean(my_loss_sum, my_n_tokens, mesh.group("world"))
         return {"step": self.steps_done, "loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr}
 
     def backward(self, batch: Batch, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the gradient of (sum of my token losses) / `n_tokens`, pass by pass; return that sum and its count."""
         self.model.train()
-        loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
-        count = torch.zeros((), device=self.device, dtype=torch.int64)
-        size, passes = self.config.train.micro_batch_size, self.passes(self.config.train.global_batch_size)
-        for n, micro in enumerate(batches.fill_up(batch.split(size), passes, self.config.data.seq_len), start=1):
-            uncounted = moe.not_counting() if (n - 1) * size >= len(batch) else contextlib.nullcontext()
-            with uncounted, self.engine.micro_batch(last=n == passes):
-                micro_loss_sum, micro_count = self.loss_sum(micro, self.config.train.label_smoothing)
-                (micro_loss_sum / n_tokens).backward()
-            loss_sum += micro_loss_sum.detach()
-            count += micro_count
-        return loss_sum, count
+        train, seq_len = self.config.train, self.config.data.seq_len
+        micros = batches.fill_up(batch.split(train.micro_batch_size), self.passes(train.global_batch_size), seq_len)
+        return self.engine.run(list(micros), self.forward, n_tokens)
 
     def passes(self, n_rows: int) -> int:
         """In how many passes every rank has taken its share of `n_rows`: as many as the largest share needs."""
-        share = math.ceil(n_rows / self.mesh.size("dp"))
-        return math.ceil(share / self.config.train.micro_batch_size)
+        return self.config.passes(n_rows, self.mesh.size("dp"))
 
-    def loss_sum(self, batch: Batch, label_smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Summed loss of `batch`, nats, and how many labels counted, in the precision of the run."""
-        batch = batch.to(self.device)
+    def forward(self, chunk: int, x: torch.Tensor | None, batch: Batch) -> Any:
+        """`batch` through a stage of the model, as `StagedModel.run_stage`, in the precision of the run."""
+        real_BT, batch = batch.real(), batch.to(self.device)
         doc_ids = batch.doc_ids if self.config.data.document_mask else None
+        smoothing = self.config.train.label_smoothing if self.model.training else 0.0
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            return self.model.loss_sum(batch.input_ids, batch.labels, doc_ids, label_smoothing)
+            return self.engine.run_stage(
+                chunk,
+                x,
+                batch.input_ids,
+                batch.labels,
+                doc_ids,
+                None if real_BT is None else real_BT.to(self.device),
+                smoothing,
+            )
 
     # --- evaluation and saving --------------------------------------------------------------------------------
 
@@ -127,9 +134,11 @@ class Trainer:
         parts = batches.val_batches(
             tokens, seq_len=seq_len, batch_size=size, rank=self.mesh.rank("dp"), size=self.mesh.size("dp")
         )
-        for batch in batches.fill_up(parts, self.passes(batches.rows_of(tokens, seq_len)), seq_len):
-            totals += torch.stack([part.double() for part in self.loss_sum(batch)])
-        loss_sum, count = collectives.all_reduce(totals, self.mesh.group("dp")).tolist()
+        filled = batches.fill_up(parts, self.passes(batches.rows_of(tokens, seq_len)), seq_len)
+        while micros := list(itertools.islice(filled, EVALUATED_TOGETHER)):
+            totals += torch.stack([part.double() for part in self.engine.evaluate(micros, self.forward)])
+        totals = totals if self.mesh.rank("tp") == 0 else torch.zeros_like(totals)
+        loss_sum, count = collectives.all_reduce(totals, self.mesh.group("world")).tolist()
         bits_per_byte = loss_sum / math.log(2) / tokens.n_bytes
         return {"val_loss": loss_sum / count, "val_bits_per_byte": bits_per_byte}
 
@@ -213,7 +222,8 @@ class Trainer:
 
     def agree(self, my_n_tokens: int, stop: bool) -> tuple[int, bool]:
         """Over all ranks, in one message: how many labels count, and whether any rank was told to stop."""
-        mine = my_n_tokens if self.mesh.rank("tp") == 0 else 0  # the ranks of a tp group share one part of the batch
+        # The ranks of a tp group, and the stages of a pipeline, share one part of the batch.
+        mine = my_n_tokens if self.mesh.rank("tp") == self.mesh.rank("pp") == 0 else 0
         totals = torch.tensor([mine, int(stop)], dtype=torch.float64, device=self.device)
         n_tokens, stops = collectives.all_reduce(totals, self.mesh.group("world")).tolist()
         return int(n_tokens), stops > 0

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepseek_lab.model import DeepSeekModel
+from deepseek_lab.model import DeepSeekModel, moe
 from deepseek_lab.parallel import collectives
 from deepseek_lab.parallel.engine import Engine
 from deepseek_lab.train.config import OptimConfig
@@ -43,12 +43,11 @@ def clip_gradients(engine: Engine, max_norm: float) -> Tensor:
     return norm
 
 
-@torch.no_grad()
-def balance_experts(model: DeepSeekModel, rate: float, group: dist.ProcessGroup | None) -> None:
-    """Once a step, lower the bias of experts visited more than average by `rate`, and raise that of the others.
+def balance_experts(model: DeepSeekModel, rate: float, group: dist.ProcessGroup | None = None) -> None:
+    """Once a step, move the bias of every router that has one by `moe.router_bias_step`, and count from zero again.
 
-    Auxiliary-loss-free balancing (Wang et al., arXiv 2408.15664, algorithm 1).  The visits are those of the global
-    batch, so that the bias does not depend on how it was split; all routers share one all-reduce.
+    The visits are those of the global batch, added up over `group`, so that the bias does not depend on how the batch
+    was split; all routers share one all-reduce.
     """
     routers = [router for router in model.routers().values() if hasattr(router, "e_score_correction_bias")]
     if not routers:
@@ -56,6 +55,6 @@ def balance_experts(model: DeepSeekModel, rate: float, group: dist.ProcessGroup 
     visits_LE = torch.stack([router.visits_E for router in routers])
     collectives.all_reduce(visits_LE, group)
     for router, visits_E in zip(routers, visits_LE, strict=True):
-        error_E = visits_E.double().mean() - visits_E
-        router.e_score_correction_bias += rate * error_E.sign().to(router.e_score_correction_bias.dtype)
+        bias_E = router.e_score_correction_bias
+        bias_E.copy_(moe.router_bias_step(bias_E, visits_E, rate))
         router.visits_E.zero_()

@@ -44,7 +44,7 @@ def run(config: RunConfig, out: Path, *, resume: bool = False, mine: bool = Fals
         learners = slots.load_mine() if mine else {}
         slots.fill(learners)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        config.parallel.check(world_size)
+        config.check(world_size)
         check_memory(config, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         accelerator = start(out)
         corpus = load_corpus(config.data.source)
@@ -94,6 +94,7 @@ def check_memory(config: RunConfig, world_size: int, ranks_here: int, available_
         seq_len=config.data.seq_len,
         precision=config.precision,
         world_size=world_size,
+        micro_batches=config.passes(config.train.global_batch_size, config.parallel.sizes(world_size)["dp"]),
         optimizer=config.optim.name,
         document_mask=config.data.document_mask,
     )

@@ -38,8 +38,7 @@ def test_settings_that_cannot_be(settings, message):
         ({"dp": 2, "tp": 4}, 4, "--num_processes 8"),
         ({"tp": 3}, 4, "must be one of 1, 2 or 4"),
         ({"ep": 3}, 4, "ep=3 does not divide the 4 data-parallel ranks"),
-        ({"pp": 2}, 4, "not built yet"),
-        ({"ep": 2}, 4, "not built yet"),
+        ({"pp": 3}, 4, "does not divide the 4 ranks"),
     ],
 )
 def test_layouts_that_do_not_fit_the_ranks(settings, world_size, message):

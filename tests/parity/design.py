@@ -16,12 +16,16 @@ Setting = tuple[str, Any]
 AXES: dict[str, tuple[Any, ...]] = {
     "dp": (1, 2, 4),
     "tp": (1, 2, 4),
+    "pp": (1, 2, 4),
+    "ep": (1, 2, 4),
+    "schedule": ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2", "dualpipe_v"),
     "zero_stage": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
     "accumulation": (1, 3),
     "recompute": ("none", "selective", "full"),
     "tied": (False, True),
     "q_lora_rank": (24, None),
+    "capacity_factor": (None, 1.0),
     "uneven": (False, True),
     "collectives": ("gloo", "ring"),
     "overlap": (True, False),
@@ -30,14 +34,20 @@ MOST_RANKS = 8
 
 
 def world_size(cell: Cell) -> int:
-    return cell.get("dp", 1) * cell.get("tp", 1)
+    return cell.get("dp", 1) * cell.get("tp", 1) * cell.get("pp", 1)
 
 
-def possible(cell: Cell) -> bool:
+def possible(cell: Cell, most_ranks: int = MOST_RANKS) -> bool:
     """Whether a cell, or some of its settings, can be run."""
-    if world_size(cell) > MOST_RANKS:
+    if world_size(cell) > most_ranks:
         return False
-    return not (cell.get("sequence_parallel") and cell.get("tp") == 1)
+    if cell.get("sequence_parallel") and cell.get("tp") == 1:
+        return False
+    if cell.get("dp", 4) % cell.get("ep", 1):
+        return False
+    if most_ranks // cell.get("tp", 1) // cell.get("pp", 1) < cell.get("ep", 1):  # no room for as large a dp
+        return False
+    return not (cell.get("schedule", "1f1b") != "1f1b" and cell.get("pp") == 1)  # one rank has nothing to schedule
 
 
 def covering(axes: Axes, strength: int, possible: Callable[[Cell], bool] = possible) -> list[Cell]:
