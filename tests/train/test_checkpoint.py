@@ -113,7 +113,7 @@ def save_on_ranks(root):
     whole, rank = torch.arange(24.0).view(4, 6), collectives.rank_in()
     local = whole.chunk(2, dim=1)[rank // 2].flatten()
     start, stop = (0, 7) if rank % 2 == 0 else (7, 12)
-    part = Part("model.w", (4, 6), local[start:stop], start, stop, dim=1, slice=rank // 2, slices=2)
+    part = Part("model.w", (4, 6), local[start:stop], start, stop, cuts=((1, rank // 2, 2),))
     return checkpoint.save(root, 4, [part], META, keep=1).name
 
 
@@ -123,6 +123,18 @@ def test_what_ranks_wrote_in_parts_is_read_whole(tmp_path):
     found = checkpoint.verify(tmp_path / "step-0000004")
     assert len(list(found.folder.glob("*.safetensors"))) == 4
     assert torch.equal(found.tensor("model.w"), torch.arange(24.0).view(4, 6))
+
+
+def test_slices_of_slices_are_put_together(tmp_path):
+    """Experts are cut along their number and, under tensor parallelism, along a width."""
+    whole = torch.arange(48.0).view(4, 6, 2)
+    parts = [
+        Part("model.w", (4, 6, 2), whole[2 * e : 2 * e + 2, 3 * t : 3 * t + 3].flatten(), 0, 12, ((0, e, 2), (1, t, 2)))
+        for e in range(2)
+        for t in range(2)
+    ]
+    checkpoint.save(tmp_path, 1, parts, {}, keep=1)
+    assert torch.equal(checkpoint.verify(tmp_path / "step-0000001").tensor("model.w"), whole)
 
 
 def test_a_part_that_nobody_wrote_is_noticed(tmp_path):
