@@ -15,6 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 INSTALLED := .venv/.installed
 LAUNCH := accelerate launch --config_file configs/accelerate/cpu.yaml -m deepseek_lab.train
+LAUNCH_8 := accelerate launch --config_file configs/accelerate/cpu.yaml --num_processes 8 -m deepseek_lab.train
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=120
 
 .DEFAULT_GOAL := help
@@ -25,9 +26,9 @@ help:  ## this list
 
 install: $(INSTALLED)  ## make .venv and install the package into it
 
-train: $(INSTALLED)  ## pretrain a small model on 4 ranks, about three minutes
-	@echo "Pretraining on 4 ranks; the run is written to $(OUT)."
-	$(LAUNCH) --config configs/tiny.yaml --out $(OUT)
+train: $(INSTALLED)  ## pretrain a small model on 8 ranks: data, tensor, pipeline and expert parallel, with ZeRO
+	@echo "Pretraining on 8 ranks; the run is written to $(OUT)."
+	$(LAUNCH_8) --config configs/tiny_mesh.yaml --out $(OUT)
 
 train-long: $(INSTALLED)  ## the same for at most 40 minutes
 	@echo "Pretraining on 4 ranks, at most 40 minutes; the run is written to $(OUT)."

@@ -26,9 +26,10 @@ from deepseek_lab.parallel import collectives, data_parallel
 from deepseek_lab.parallel.engine import Engine, parallelize
 from deepseek_lab.parallel.mesh import Mesh
 from deepseek_lab.plan import flops
-from deepseek_lab.train import checkpoint, metrics, optim, schedule
+from deepseek_lab.train import checkpoint, metrics, optim, recorded, schedule
 from deepseek_lab.train.config import RunConfig
 
+RECORDED = 10  # which step of a launch is recorded: not one of the first, which are slower
 EVALUATED_TOGETHER = 64  # batches that go through a pipeline before it drains
 
 
@@ -50,6 +51,7 @@ class Trainer:
             router.n_sequences = config.train.global_batch_size
         self.steps_done, self.steps_saved = 0, -1
         self.interrupted = False
+        self.recorded: recorded.RecordedStep | None = None
         with torch.device("meta"):
             self.n_parameters = DeepSeekModel(config.model).num_parameters()
         self.flops_per_token = flops.flops_per_token(config.model, config.data.seq_len)
@@ -197,6 +199,7 @@ class Trainer:
         Ends early, with `interrupted` set, on Ctrl-C or SIGTERM to any rank and at `train.stop_at`.
         """
         train = self.config.train
+        recorded_at = min(self.steps_done + RECORDED, train.steps)
         with _signals() as stop:
             while self.steps_done < train.steps:
                 started = time.perf_counter()
@@ -205,7 +208,10 @@ class Trainer:
                 if stopping:
                     self.interrupted = True
                     break
-                values = self.step(batch, n_tokens)
+                if self.steps_done + 1 == recorded_at:
+                    values = self._recorded_step(batch, n_tokens)
+                else:
+                    values = self.step(batch, n_tokens)
                 seconds = time.perf_counter() - started
                 values |= {"seconds": seconds, "tokens": n_tokens, "tokens_per_s": n_tokens / seconds}
                 values["mfu"] = flops.mfu(values["tokens_per_s"], self.flops_per_token, self.peak_flops_per_s)
@@ -219,6 +225,14 @@ class Trainer:
                     self.interrupted = True
                     break
             self.save()
+
+    def _recorded_step(self, batch: Batch, n_tokens: int) -> dict[str, float]:
+        started = time.perf_counter()
+        with collectives.record() as trace:
+            values = self.step(batch, n_tokens)
+        seconds, spans = time.perf_counter() - started, self.engine.timeline
+        self.recorded = recorded.gather(self.steps_done, seconds, trace, spans, self.mesh)
+        return values
 
     def agree(self, my_n_tokens: int, stop: bool) -> tuple[int, bool]:
         """Over all ranks, in one message: how many labels count, and whether any rank was told to stop."""

@@ -16,16 +16,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from deepseek_lab.plan.stages import split_layers
 from deepseek_lab.train import metrics
 from deepseek_lab.train.loop import Trainer
 from deepseek_lab.train.metrics import MetricsFile, read_metrics
 from deepseek_lab.viz.loss import draw_loss
+from deepseek_lab.viz.pipeline import draw_schedule
 
 PLAIN_LINES = 20  # over a whole run, where there is no terminal
 
 
 class Reporter:
-    """Writes `metrics.jsonl`, `config.yaml`, `summary.json` and `loss.png` to `out`, and shows progress.
+    """Writes `metrics.jsonl`, `config.yaml`, `summary.json` and pictures to `out`, and shows progress.
 
     Args:
         mine: slots that hold the learner's functions.
@@ -50,6 +52,8 @@ class Reporter:
             f"{train.global_batch_size} x {trainer.config.data.seq_len} tokens each",
             highlight=False,
         )
+        if trainer.mesh.size("world") > 1:
+            self.console.print(mesh_table(trainer))
         for path in self.mine:
             self.console.print(f"running your {path}", highlight=False)
 
@@ -58,6 +62,8 @@ class Reporter:
         parts = [
             " x ".join(f"{axis} {mesh.size(axis)}" for axis in ("pp", "dp", "tp") if mesh.size(axis) > 1) or "1 rank"
         ]
+        parts += [f"{parallel.schedule}"] if parallel.pp > 1 else []
+        parts += [f"experts over {parallel.ep}"] if parallel.ep > 1 else []
         parts += [f"ZeRO-{parallel.zero_stage}"] if parallel.zero_stage else []
         parts += ["sequence parallel"] if parallel.sequence_parallel else []
         parts += [f"{parallel.recompute} recomputation"] if parallel.recompute != "none" else []
@@ -108,8 +114,10 @@ class Reporter:
             "flops_per_token": trainer.flops_per_token,
             "peak_flops_per_s": trainer.peak_flops_per_s,
             "ranks": {axis: trainer.mesh.size(axis) for axis in ("dp", "tp", "pp", "ep")},
+            "schedule": trainer.config.parallel.schedule,
             "state_bytes": trainer.engine.state_bytes(trainer.optimizer),
             "peak_memory_bytes": metrics.peak_memory_bytes(trainer.device),
+            "recorded_step": self._recorded(),
             "mine": self.mine,
             "samples": samples,
         }
@@ -118,7 +126,16 @@ class Reporter:
         os.replace(partial, self.out / "summary.json")
         if lines:
             draw_loss(lines, trainer.tokens["val"], baselines).savefig(self.out / "loss.png", dpi=150)
+        if trainer.recorded is not None and len(trainer.recorded.pipeline) > 1:
+            title = f"step {trainer.recorded.step}, the ranks of one pipeline"
+            draw_schedule(trainer.recorded.pipeline, title).savefig(self.out / "pipeline.png", dpi=150)
         self._show(summary)
+
+    def _recorded(self) -> dict[str, Any] | None:
+        recorded = self.trainer.recorded
+        if recorded is None:
+            return None
+        return {"step": recorded.step, "seconds": recorded.seconds, "axes": recorded.axes}
 
     def _show(self, summary: dict[str, Any]) -> None:
         print_ = self.console.print
@@ -130,6 +147,17 @@ class Reporter:
             for name, bits in sorted(rows.items(), key=lambda row: -row[1]):
                 table.add_row(name, f"{bits:.3f}", style="bold" if name == "this model" else "")
             print_(table)
+        if summary["recorded_step"] and summary["recorded_step"]["axes"]:
+            step = summary["recorded_step"]
+            parts = [
+                f"{axis} {of['share']:.0%} ({of['bytes'] / 1e6:,.1f} MB)"
+                for axis, of in sorted(step["axes"].items(), key=lambda item: -item[1]["share"])
+            ]
+            print_(
+                f"in step {step['step']} a rank waited for messages, by axis of the mesh: {', '.join(parts)} of "
+                f"{step['seconds'] * 1e3:,.0f} ms",
+                highlight=False,
+            )
         for language, text in summary["samples"].items():
             print_(f"sample ({language}): {text!r}", highlight=False, markup=False, soft_wrap=True)
         if summary["mfu"] is not None:
@@ -138,6 +166,27 @@ class Reporter:
                 f"tokens/s, MFU {summary['mfu']:.1%}; written to {self.out}",
                 highlight=False,
             )
+
+
+def mesh_table(trainer: Trainer) -> Table:
+    """Which rank is where in the mesh, and which blocks and experts it holds."""
+    config, mesh = trainer.config, trainer.mesh
+    tp, ep, place = mesh.size("tp"), mesh.size("ep"), config.parallel.pipeline()
+    layers = split_layers(config.model.num_hidden_layers, place.stages, config.parallel.stage_layers)
+    table = Table(title=f"{mesh.size('world')} ranks, by what they hold", show_lines=False)
+    for column in ("pp", "blocks", "dp", "experts", *(f"tp {n}" for n in range(tp))):
+        table.add_column(column, justify="right")
+    n_experts = config.model.n_routed_experts // ep
+    for pp in range(mesh.size("pp")):
+        held = [layers[place.stage(pp, chunk)] for chunk in range(place.chunks)]
+        blocks = ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in held)
+        for dp in range(mesh.size("dp")):
+            first = dp % ep * n_experts
+            ranks = [str((pp * mesh.size("dp") + dp) * tp + n) for n in range(tp)]
+            where = (str(pp), blocks) if dp == 0 else ("", "")
+            table.add_row(*where, str(dp), f"{first} to {first + n_experts - 1}", *ranks)
+        table.add_section()
+    return table
 
 
 def _line(values: dict[str, float]) -> str:
