@@ -15,6 +15,7 @@ COLLECTIVES = ("gloo", "ring")
 COMPRESSIONS = ("none", "int8", "topk")
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "dualpipe_v")
+TORCH_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,10 @@ class ParallelConfig:
             f"compression={self.compression!r}": (self.compression != "none", "use none"),
             f"collectives={self.collectives!r}": (self.collectives != "gloo", "use gloo"),
             "overlap=false": (not self.overlap, "its gradients always travel during backward; use true"),
-            f"pp={self.pp}": (self.pp > 1 or self.chunks > 1, "not built yet; use 1"),
+            f"schedule={self.schedule!r}": (
+                self.pp > 1 and self.schedule not in TORCH_SCHEDULES,
+                f"use one of {', '.join(TORCH_SCHEDULES)}",
+            ),
             f"ep={self.ep}": (self.ep > 1, "PyTorch has no expert dispatch of its own; use 1"),
             f"zero_stage={self.zero_stage} with precision='mixed'": (
                 mixed and self.zero_stage == 0,

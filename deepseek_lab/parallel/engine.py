@@ -96,7 +96,7 @@ class Engine:
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.shapes}
         self._place_parameters()
         _place_buffers(model, dtype if dtype == torch.float64 else torch.float32, device)
-        self._free_weights()
+        self.free_weights()
 
     # --- laying out -----------------------------------------------------------------------------------------
 
@@ -212,12 +212,7 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, micros: Sequence[Batch], forward: Forward) -> tuple[Tensor, Tensor]:
         """The summed loss of `micros`, and how many labels counted; zeros but on the last stage."""
-        losses: list[tuple[Tensor, Tensor]] = []
-        schedule = pipeline.forward_only(self.model.place, len(micros))
-        chunks = range(schedule.chunks)
-        stages = [_Chunk(self, chunk, schedule, micros, forward, losses) for chunk in chunks]
-        pipeline.Executor(schedule, stages, self.mesh.group("pp")).run()
-        return sum_losses(losses, self.device)
+        return evaluate(self, micros, forward)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -252,7 +247,7 @@ class Engine:
                 self._add_up(buckets)
             self.in_flight.clear()
             self.overlap = None
-        self._free_weights(chunk)
+        self.free_weights(chunk)
 
     def _add_up(self, buckets: list[int]) -> None:
         """Stage 0 without overlap: all at once, after backward."""
@@ -261,7 +256,8 @@ class Engine:
             gradients = [self.model.get_parameter(name).grad for name in names]
             data_parallel.all_reduce_gradients(gradients, self.mesh.group(axis), self._bucket_bytes)
 
-    def _free_weights(self, chunk: int | None = None) -> None:
+    def free_weights(self, chunk: int | None = None) -> None:
+        """Stage 3: give the gathered weights of a chunk, or of all, back."""
         for b in self.buckets_of_chunk[chunk] if chunk is not None else range(len(self.buckets)):
             gathered = self.buckets[b].gathered
             if gathered is not None:
@@ -460,7 +456,7 @@ class _Chunk(pipeline.Stage):
     def forward(self, m: int, x: Tensor | None) -> Tensor:
         result = self.through(self.chunk, x, self.micros[m])
         if not self.alone:  # other passes come before this one's backward
-            self.engine._free_weights(self.chunk)
+            self.engine.free_weights(self.chunk)
         if not self.is_last:
             return result
         loss_sum, count = result
@@ -468,10 +464,8 @@ class _Chunk(pipeline.Stage):
         return loss_sum / self.n_tokens
 
     def input_like(self, m: int) -> Tensor:
-        engine, (B, T) = self.engine, self.micros[m].input_ids.shape
-        if engine.parallel.sequence_parallel and engine.model.training:
-            T //= engine.mesh.size("tp")
-        return torch.empty(B, T, engine.model.config.hidden_size, dtype=engine.dtype, device=engine.device)
+        shape = boundary_shape(self.engine, *self.micros[m].input_ids.shape)
+        return torch.empty(shape, dtype=self.engine.dtype, device=self.engine.device)
 
     def around_backward(self, m: int, kind: str, parts: WeightParts) -> contextlib.AbstractContextManager:
         if kind == "I":
@@ -479,6 +473,22 @@ class _Chunk(pipeline.Stage):
         self.to_come -= 1
         travel = self.to_come == 0 or self.engine.stage >= 2
         return self.engine.backward(self.chunk, travel, parts.weights if kind == "W" else None)
+
+
+def evaluate(engine: Any, micros: Sequence[Batch], forward: Forward) -> tuple[Tensor, Tensor]:
+    """Takes `micros` through the pipeline of either engine; as `Engine.evaluate`."""
+    losses: list[tuple[Tensor, Tensor]] = []
+    schedule = pipeline.forward_only(engine.model.place, len(micros))
+    stages = [_Chunk(engine, chunk, schedule, micros, forward, losses) for chunk in range(schedule.chunks)]
+    pipeline.Executor(schedule, stages, engine.mesh.group("pp")).run()
+    return sum_losses(losses, engine.device)
+
+
+def boundary_shape(engine: Any, B: int, T: int) -> torch.Size:
+    """Of what travels between two stages, for `B` rows of `T` tokens."""
+    if engine.parallel.sequence_parallel and engine.model.training:
+        T //= engine.mesh.size("tp")
+    return torch.Size((B, T, engine.model.config.hidden_size))
 
 
 def sum_losses(losses: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -167,6 +167,7 @@ class ExpertParallel(moe.Experts):
         self.placement = placement.contiguous(self.n_experts, n_ranks)
         for name, w in experts.named_parameters():
             self.register_parameter(name, nn.Parameter(tensor.shard(w.detach(), 0, rank, n_ranks)))
+        self.train(experts.training)
 
     @property
     def is_placed(self) -> bool:

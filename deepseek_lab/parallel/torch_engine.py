@@ -40,11 +40,14 @@ from deepseek_lab.model.loss import IGNORE_INDEX
 from deepseek_lab.model.moe import MoE
 from deepseek_lab.model.transformer import Block
 from deepseek_lab.parallel.config import ParallelConfig
-from deepseek_lab.parallel.engine import Forward, StateShard, sum_losses
+from deepseek_lab.parallel.engine import Forward, StateShard, boundary_shape, evaluate, sum_losses
 from deepseek_lab.parallel.mesh import Mesh
+from deepseek_lab.parallel.pipeline import Elsewhere, StagedModel
 from deepseek_lab.parallel.recompute import apply_recompute
 from deepseek_lab.parallel.tensor import Layout
+from deepseek_lab.parallel.torch_pipeline import StageModule, TorchPipeline
 from deepseek_lab.parallel.zero import Piece, storage_bytes
+from deepseek_lab.plan.stages import split_layers
 
 
 def parallelize(
@@ -73,17 +76,44 @@ def parallelize(
         raise ValueError(
             "engine: torch keeps the wider weights of precision='mixed' in FSDP's shards, which need dp > 1"
         )
-    model = DeepSeekModel(config, seed).to(device or torch.device("cpu"), master_dtype or dtype)
+    model = _build(config, mesh, parallel, seed).to(device or torch.device("cpu"), master_dtype or dtype)
     if mesh.size("tp") > 1:
         apply_tensor_parallel(model, _axis(mesh, "tp"), parallel.sequence_parallel)
     apply_recompute(model, parallel.recompute)
+    if isinstance(model, StagedModel):
+        return _pipelined(model, mesh, parallel, dtype, blocks_per_unit)
     ddp = None
     if mesh.size("dp") > 1 and parallel.zero_stage == 0 and mesh.size("tp") == 1:
         ddp = apply_ddp(model, mesh, parallel.bucket_mb)
     elif mesh.size("dp") > 1:
         policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
-        apply_fsdp(model, _axis(mesh, "dp"), parallel.zero_stage, policy, blocks_per_unit)
+        apply_fsdp(model, list(model.layers), _axis(mesh, "dp"), parallel.zero_stage, policy, blocks_per_unit)
+        register_fsdp_forward_method(model, "loss_sum")
     return TorchEngine(model, mesh, parallel, ddp)
+
+
+def _build(config: DeepSeekConfig, mesh: Mesh, parallel: ParallelConfig, seed: int) -> DeepSeekModel:
+    """The serial model, or as much of it as a rank of the pipeline holds."""
+    if mesh.size("pp") == 1 and parallel.chunks == 1:
+        return DeepSeekModel(config, seed)
+    place = parallel.pipeline()
+    layers = split_layers(config.num_hidden_layers, place.stages, parallel.stage_layers)
+    model = StagedModel(config, place, layers, mesh.group("pp"))
+    model.init_weights(seed)
+    return model
+
+
+def _pipelined(
+    model: StagedModel, mesh: Mesh, parallel: ParallelConfig, dtype: torch.dtype, blocks_per_unit: int
+) -> TorchEngine:
+    stages = [StageModule(model, chunk) for chunk in range(parallel.chunks)]
+    if mesh.size("dp") > 1:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
+        for stage in stages:
+            how = (_axis(mesh, "dp"), parallel.zero_stage, policy, blocks_per_unit)
+            apply_fsdp(stage, list(stage.blocks), *how)
+    device = next(model.parameters()).device
+    return TorchEngine(model, mesh, parallel, None, TorchPipeline(stages, parallel.schedule, mesh, device))
 
 
 def _axis(mesh: Mesh, name: str) -> DeviceMesh:
@@ -97,7 +127,12 @@ def _axis(mesh: Mesh, name: str) -> DeviceMesh:
 
 
 def apply_fsdp(
-    model: DeepSeekModel, dp_mesh: DeviceMesh, zero_stage: int, policy: MixedPrecisionPolicy, blocks_per_unit: int
+    model: nn.Module,
+    blocks: list[nn.Module],
+    dp_mesh: DeviceMesh,
+    zero_stage: int,
+    policy: MixedPrecisionPolicy,
+    blocks_per_unit: int,
 ) -> None:
     """Shard (stages 2, 3) or copy (stage 0) what tensor parallelism has left, a few blocks to a message.
 
@@ -107,7 +142,6 @@ def apply_fsdp(
     if zero_stage:
         how["reshard_after_forward"] = zero_stage == 3
     wrap: Any = fully_shard if zero_stage else replicate
-    blocks = list(model.layers)
     for start in range(0, len(blocks), blocks_per_unit):
         wrap(blocks[start : start + blocks_per_unit], **how)
     wrap(model, **how)
@@ -115,7 +149,6 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(model, "loss_sum")
 
 
 def apply_ddp(model: DeepSeekModel, mesh: Mesh, bucket_mb: float) -> DistributedDataParallel:
@@ -162,12 +195,14 @@ def apply_tensor_parallel(model: DeepSeekModel, tp_mesh: DeviceMesh, sequence_pa
     # A norm between the layers sees part of the sequence, so its gradient comes out in parts.
     norm = Local({"weight": Replicate()}, Partial() if sequence_parallel else Replicate())
     copied = Local({"weight": Replicate()}, Replicate())
-    plan: dict[str, ParallelStyle] = {
-        "embed_tokens": _Rowwise(input_layouts=Replicate(), output_layouts=between),
-        "norm": norm,
-        "lm_head": VocabParallelHead(between),
-    }
+    plan: dict[str, ParallelStyle] = {}
+    if not isinstance(model.embed_tokens, Elsewhere):
+        plan["embed_tokens"] = _Rowwise(input_layouts=Replicate(), output_layouts=between)
+    if not isinstance(model.lm_head, Elsewhere):
+        plan |= {"norm": norm, "lm_head": VocabParallelHead(between)}
     for n, block in enumerate(cast(list[Block], model.layers)):
+        if isinstance(block, Elsewhere):
+            continue
         here: dict[str, ParallelStyle] = {
             "input_layernorm": norm,
             "post_attention_layernorm": norm,
@@ -186,6 +221,8 @@ def apply_tensor_parallel(model: DeepSeekModel, tp_mesh: DeviceMesh, sequence_pa
         # Generation reads this weight from outside the module that holds it.
         parallelize_module(block.self_attn, tp_mesh, Local({"kv_b_proj.weight": Shard(0)}, Partial()))
         plan |= {f"layers.{n}.{name}": style for name, style in _feed_forward(block.mlp, between).items()}
+        if isinstance(block.mlp, MoE):
+            block.mlp.gate.aux_share = 1 / tp_mesh.size()  # every rank works the router out
     parallelize_module(model, tp_mesh, plan, src_data_rank=None)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
@@ -342,9 +379,20 @@ def _cross_entropy_sum(logits_NV: Any, labels_N: Tensor, label_smoothing: float)
 class TorchEngine:
     """What a training loop needs to know of a model in PyTorch's hands: the same methods as `engine.Engine`."""
 
-    def __init__(self, model: DeepSeekModel, mesh: Mesh, parallel: ParallelConfig, ddp: DistributedDataParallel | None):
-        self.model, self.mesh, self.stage, self.ddp = model, mesh, parallel.zero_stage, ddp
+    def __init__(
+        self,
+        model: DeepSeekModel,
+        mesh: Mesh,
+        parallel: ParallelConfig,
+        ddp: DistributedDataParallel | None,
+        pipeline: TorchPipeline | None = None,
+    ):
+        self.model, self.mesh, self.stage, self.ddp, self.parallel = model, mesh, parallel.zero_stage, ddp, parallel
+        self.pipeline, self.dtype = pipeline, next(model.parameters()).dtype
+        if pipeline is not None:  # generation runs stages from outside: their weights must be gathered first
+            object.__setattr__(model, "run_stage", pipeline.run_stage)
         self.device = next(model.parameters()).device
+        self.timeline: list[Any] = []
         self.parameters: dict[str, Any] = dict(model.named_parameters())  # as they are at rest
         self.layouts = {name: Layout(tuple(p.shape)) for name, p in self.parameters.items()}  # as they are saved: whole
 
@@ -364,12 +412,20 @@ class TorchEngine:
         doc_ids: Tensor | None,
         real_BT: Tensor | None,
         label_smoothing: float,
-    ) -> tuple[Tensor, Tensor]:
-        """The whole model, which is the only stage."""
+    ) -> Any:
+        """As `StagedModel.run_stage`; without a pipeline the whole model is the only stage."""
+        if isinstance(self.model, StagedModel):
+            batch = (input_ids, labels, doc_ids, real_BT, label_smoothing)
+            return StagedModel.run_stage(self.model, chunk, x_BTD, *batch)
         return self.model.loss_sum(input_ids, labels, doc_ids, label_smoothing, real_BT)
 
     def run(self, micros: Sequence[Batch], forward: Forward, n_tokens: int) -> tuple[Tensor, Tensor]:
         """As `Engine.run`: forward and backward of a step's micro-batches."""
+        if self.pipeline is not None:
+            rows, (_, T) = max(len(micro) for micro in micros), micros[0].input_ids.shape
+            boundary = boundary_shape(self, rows, T)
+            with loss_parallel() if self.mesh.size("tp") > 1 else contextlib.nullcontext():
+                return self.pipeline.step(micros, forward, n_tokens, boundary, self.dtype)
         losses = []
         for n, micro in enumerate(micros, start=1):
             with self.micro_batch(last=n == len(micros)):
@@ -381,7 +437,13 @@ class TorchEngine:
     @torch.no_grad()
     def evaluate(self, micros: Sequence[Batch], forward: Forward) -> tuple[Tensor, Tensor]:
         """As `Engine.evaluate`: the summed loss of `micros`, and how many labels counted."""
-        return sum_losses([forward(0, None, micro) for micro in micros], self.device)
+        if self.pipeline is None:
+            return sum_losses([forward(0, None, micro) for micro in micros], self.device)
+        modules = self.pipeline.modules
+        return evaluate(self, micros, lambda k, x, micro: modules[k](x, call=lambda: forward(k, x, micro)))
+
+    def free_weights(self, chunk: int | None = None) -> None:
+        """Nothing: FSDP sees to it."""
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -484,8 +546,10 @@ class TorchEngine:
     @torch.no_grad()
     def shards(self, kind: str, optimizer: torch.optim.Optimizer | None = None) -> Iterator[StateShard]:
         """What this rank writes into a checkpoint: whole parameters, of which the ranks take turns.  Collective."""
+        sharers = self.mesh.size("dp") * self.mesh.size("tp")
+        mine = self.mesh.rank("dp") * self.mesh.size("tp") + self.mesh.rank("tp")
         for n, (name, whole) in enumerate(self.full(kind, optimizer)):
-            if n % self.mesh.size("world") == self.mesh.rank("world"):
+            if n % sharers == mine:
                 yield StateShard(Piece(name, 0, whole.numel(), whole), whole.flatten(), [])
 
     def state_bytes(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:

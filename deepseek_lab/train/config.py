@@ -131,6 +131,10 @@ class RunConfig:
         self.parallel.check_model(self.model, self.data.seq_len)
         if self.engine == "torch":
             self.parallel.check_torch_engine(mixed=self.precision == "mixed")
+            if self.parallel.pp > 1 and self.model.tie_word_embeddings:
+                raise ConfigError(
+                    "engine: torch has no sum over the two stages of model.tie_word_embeddings; use engine: lab"
+                )
         if self.data.seq_len > self.model.max_position_embeddings:
             raise ConfigError(
                 f"data.seq_len={self.data.seq_len} is more than "

@@ -15,7 +15,9 @@ from deepseek_lab.train.config import DataConfig, OptimConfig, RunConfig, TrainC
 from deepseek_lab.train.loop import Trainer
 
 ROWS = 6
-MODEL = DeepSeekConfig.preset("tiny", num_hidden_layers=4, tie_word_embeddings=True, hidden_size=32, vocab_size=64, intermediate_size=48)
+MODEL = DeepSeekConfig.preset(
+    "tiny", num_hidden_layers=4, tie_word_embeddings=True, hidden_size=32, vocab_size=64, intermediate_size=48
+)
 TEXT = {"train": SimpleNamespace(n_tokens=1, n_bytes=1, tokenizer="none")}
 CONFIG = RunConfig(
     model=MODEL,
