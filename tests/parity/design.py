@@ -5,6 +5,7 @@ every possible combination of any t settings in at least one of its cells (Cohen
 1997).  Built greedily, and without chance: the same axes always give the same cells.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -47,7 +48,15 @@ def possible(cell: Cell, most_ranks: int = MOST_RANKS) -> bool:
         return False
     if most_ranks // cell.get("tp", 1) // cell.get("pp", 1) < cell.get("ep", 1):  # no room for as large a dp
         return False
+    if cell.get("engine") == "torch" and cell.get("pp", 1) > 1 and cell.get("tied"):
+        return False
     return not (cell.get("schedule", "1f1b") != "1f1b" and cell.get("pp") == 1)  # one rank has nothing to schedule
+
+
+def of_sixteen(cell: Cell) -> bool:
+    """Whether a cell is possible on 16 ranks, all of them in use."""
+    degrees = [cell.get(axis) for axis in ("dp", "tp", "pp")]
+    return possible(cell, 16) and (None in degrees or math.prod(degrees) == 16)  # type: ignore[type-var]
 
 
 def covering(axes: Axes, strength: int, possible: Callable[[Cell], bool] = possible) -> list[Cell]:

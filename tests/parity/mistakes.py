@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 
 import torch
+import torch.distributed as dist
 
 from deepseek_lab.data import batches
-from deepseek_lab.model import moe
+from deepseek_lab.model import moe, split_backward
 from deepseek_lab.parallel import collectives, data_parallel, tensor, zero
 from deepseek_lab.parallel.engine import Engine
-from deepseek_lab.train import loop
+from deepseek_lab.train import loop, optim
 from deepseek_lab.train.loop import Trainer
 
 
@@ -80,3 +81,65 @@ def nothing_is_sharded() -> None:
 
 def shards_are_strided() -> None:
     tensor.shard = lambda w, dim, rank, size: w.transpose(0, dim)[rank::size].transpose(0, dim).clone()
+
+
+def loss_divided_by_micro_batches() -> None:
+    own = Engine.run
+    Engine.run = lambda self, micros, forward, n_tokens: own(self, micros, forward, n_tokens * len(micros))
+
+
+def ends_keep_their_own_gradient() -> None:
+    Engine._twice = lambda self, name: False
+
+
+def weight_parts_replace_gradients() -> None:
+    """Under grad mode PyTorch makes a new tensor of an addition, and the view of the bucket is lost."""
+    own = split_backward.WeightParts.run.__wrapped__
+    split_backward.WeightParts.run = torch.enable_grad()(own)
+
+
+def expert_gradients_times_ep() -> None:
+    own = Engine.finish_backward
+
+    def finish_backward(self):
+        own(self)
+        for piece in self._pieces():
+            if self.layouts[piece.name].expert:
+                piece.gradient.mul_(self.mesh.size("ep"))
+
+    Engine.finish_backward = finish_backward
+
+
+def auxiliary_loss_on_every_tensor_rank() -> None:
+    own = tensor.apply_tensor_parallel
+
+    def apply_tensor_parallel(model, group=None, sequence_parallel=False):
+        layouts = own(model, group, sequence_parallel)
+        for router in model.routers().values():
+            router.aux_share = 1.0
+        return layouts
+
+    tensor.apply_tensor_parallel = apply_tensor_parallel
+
+
+def bias_from_this_ranks_visits() -> None:
+    own = optim.balance_experts
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    optim.balance_experts = lambda model, rate, group: own(model, rate, alone[dist.get_rank()])
+
+
+def bias_moved_every_pass() -> None:
+    own = Trainer.forward
+
+    def forward(self, chunk, x, batch):
+        result = own(self, chunk, x, batch)
+        for router in self.model.routers().values():
+            error_E = router.visits_E.double().mean() - router.visits_E
+            router.e_score_correction_bias += 1e-3 * error_E.sign()
+        return result
+
+    Trainer.forward = forward
+
+
+def capacity_taken_by_padding() -> None:
+    batches.Batch.real = lambda self: None

@@ -7,13 +7,20 @@ import pytest
 
 from deepseek_lab.learn.ranks import RankError
 from tests.parity import checks, mistakes
-from tests.parity.design import AXES, covering
+from tests.parity.design import AXES, covering, of_sixteen
 from tests.parity.harness import run_cells
 
 pytestmark = pytest.mark.ranks
 
 PAIRS = covering(AXES, 2)
-TORCH_AXES = {**AXES, "engine": ("torch",), "zero_stage": (0, 2, 3), "collectives": ("gloo",), "overlap": (True,)}
+TORCH_AXES = AXES | {
+    "engine": ("torch",),
+    "ep": (1,),
+    "schedule": ("1f1b", "gpipe", "interleaved"),
+    "zero_stage": (0, 2, 3),
+    "collectives": ("gloo",),
+    "overlap": (True,),
+}
 BASE = {name: values[0] for name, values in AXES.items()} | {"dp": 2, "accumulation": 3, "uneven": True}
 
 
@@ -34,18 +41,29 @@ def test_every_cell_is_the_serial_run(check, number, reports, record_property):
 @pytest.mark.parity_full
 @pytest.mark.parametrize("axes", [AXES, TORCH_AXES], ids=["lab", "torch"])
 def test_every_three_settings_together_are_the_serial_run(axes, tmp_path, record_property):
+    assert not failing(covering(axes, 3), tmp_path, record_property)
+
+
+@pytest.mark.parity_full
+def test_ten_layouts_of_sixteen_ranks_are_the_serial_run(tmp_path, record_property):
+    assert not failing(covering(AXES, 2, of_sixteen)[:10], tmp_path, record_property)
+
+
+def failing(cells, out, record_property):
+    """What does not hold of which of `cells`, one line each."""
     failures = []
-    for report in run_cells(covering(axes, 3), tmp_path, timeout=1800):
+    for report in run_cells(cells, out, timeout=3600):
         record_property("parity", str(report))
         for check in checks.CHECKS:
             try:
                 check(report)
             except AssertionError:
                 failures.append(f"{check.__name__}: {report}")
-    assert not failures, "\n".join(failures)
+    return "\n".join(failures)
 
 
 ON_TP = {"dp": 1, "tp": 2}
+ON_PP = {"dp": 1, "pp": 2}
 SEEN_BY = [
     (mistakes.gradients_not_divided_by_passes, {}, checks.gradients_are_serial),
     (mistakes.gradients_averaged_over_ranks, {"zero_stage": 2}, checks.gradients_are_serial),
@@ -60,6 +78,17 @@ SEEN_BY = [
     (mistakes.nothing_is_sharded, {"zero_stage": 2}, checks.state_is_sharded),
     (mistakes.nothing_is_sharded, {"zero_stage": 3}, checks.state_is_sharded),
     (mistakes.shards_are_strided, ON_TP, checks.gradients_are_serial),
+    (mistakes.norm_of_a_shard, ON_PP, checks.norm_is_global),
+    (mistakes.loss_divided_by_micro_batches, ON_PP, checks.gradients_are_serial),
+    (mistakes.ends_keep_their_own_gradient, {**ON_PP, "tied": True}, checks.gradients_are_serial),
+    (mistakes.ends_keep_their_own_gradient, {**ON_PP, "tied": True}, checks.copies_stay_equal),
+    (mistakes.weight_parts_replace_gradients, {**ON_PP, "schedule": "zb_h1"}, checks.gradients_are_serial),
+    (mistakes.expert_gradients_times_ep, {"ep": 2}, checks.gradients_are_serial),
+    (mistakes.copies_counted_twice_in_the_norm, {"dp": 4, "ep": 2}, checks.norm_is_global),
+    (mistakes.auxiliary_loss_on_every_tensor_rank, ON_TP, checks.gradients_are_serial),
+    (mistakes.bias_from_this_ranks_visits, {}, checks.visits_are_counted_once),
+    (mistakes.bias_moved_every_pass, {}, checks.visits_are_counted_once),
+    (mistakes.capacity_taken_by_padding, {"capacity_factor": 1.0}, checks.gradients_are_serial),
 ]
 
 
