@@ -1,4 +1,4 @@
-"""The lab's parallelism beside PyTorch's own, in one run on 4 ranks, as ratios: `python benchmarks/parallel.py`.
+"""The lab's parallelism beside PyTorch's own, in one run on 4 or 8 ranks, as ratios: `python benchmarks/parallel.py`.
 
     python benchmarks/parallel.py [--pairs 10] [--only DDP] [--quick] [--profile]
 
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from deepseek_lab.data.batches import Batch
 from deepseek_lab.learn import run_ranks
 from deepseek_lab.model import DeepSeekConfig
 from deepseek_lab.parallel import collectives, engine
@@ -30,7 +31,6 @@ from deepseek_lab.plan import memory
 from deepseek_lab.train import optim
 from deepseek_lab.train.config import OptimConfig
 
-RANKS = 4
 MODEL = DeepSeekConfig.preset("small", num_hidden_layers=6, vocab_size=4096)
 QUICK = DeepSeekConfig.preset("tiny", num_hidden_layers=2, vocab_size=256)
 ROWS, T = 8, 256
@@ -45,6 +45,17 @@ class Contest:
     name: str
     parallel: dict[str, Any]
     variants: list[dict[str, Any]]
+    micro_batches: int = 1
+    layers: int | None = None  # else those of the model
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.parallel.get("dp", 1) * self.parallel.get("tp", 1) * self.parallel.get("pp", 1)
+
+    def mesh(self) -> Mesh:
+        """On the ranks of this contest."""
+        return build_mesh(ParallelConfig(**{"dp": 1, **self.parallel}), "cpu")
 
 
 CONTESTS = [
@@ -54,14 +65,17 @@ CONTESTS = [
     Contest("tp 4", {"tp": 4}, [{}]),
     Contest("2x2", {"dp": 2, "tp": 2}, UNITS),
     Contest("2x2, ZeRO-2", {"dp": 2, "tp": 2, "zero_stage": 2}, UNITS),
+    Contest("pp 4, 1F1B", {"pp": 4}, [{}], 8, layers=8),
+    Contest("pp 4, interleaved", {"pp": 4, "schedule": "interleaved", "chunks": 2}, [{}], 8, layers=8),
+    Contest("2x2x2", {"dp": 2, "tp": 2, "pp": 2}, [{"blocks_per_unit": n} for n in (1, 4)], 4, layers=8),
 ]
 
 
 class Contender:
     """One engine with its optimizer; `step` is a whole training step on this rank's rows."""
 
-    def __init__(self, model: DeepSeekConfig, mesh: Mesh, parallel: dict[str, Any], which: str, **variant: Any):
-        settings = ParallelConfig(**parallel | {k: v for k, v in variant.items() if k == "bucket_mb"})
+    def __init__(self, model: DeepSeekConfig, mesh: Mesh, contest: Contest, which: str, **variant: Any):
+        settings = ParallelConfig(**contest.parallel | {k: v for k, v in variant.items() if k == "bucket_mb"})
         build: Any = engine.parallelize
         how = {k: v for k, v in variant.items() if k == "blocks_per_unit"}
         if which == "torch":
@@ -74,18 +88,23 @@ class Contender:
         rows = ROWS // mesh.size("dp")
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, model.vocab_size, (ROWS, T + 1), generator=generator)
-        self.ids = ids[mesh.rank("dp") * rows :][:rows]
+        mine = ids[mesh.rank("dp") * rows :][:rows]
+        batch = Batch(mine[:, :-1], mine[:, 1:], torch.zeros_like(mine[:, 1:]))
+        self.micros = list(batch.split(rows // contest.micro_batches))
         self.most_bytes = 0
 
     def step(self, count_bytes: bool = False) -> float:
         """This rank's part of the loss."""
         ours, optimizer = self.engine, self.optimizer
+
+        def forward(chunk: int, x: torch.Tensor | None, micro: Batch) -> Any:
+            result = ours.run_stage(chunk, x, micro.input_ids, micro.labels, None, None, 0.0)
+            self._count(count_bytes)
+            return result
+
         ours.zero_grad()
-        with ours.micro_batch(last=True):
-            loss_sum, _ = ours.model.loss_sum(self.ids[:, :-1], self.ids[:, 1:])
-            self._count(count_bytes)
-            (loss_sum / (ROWS * T)).backward()
-            self._count(count_bytes)
+        loss_sum, _ = ours.run(self.micros, forward, ROWS * T)
+        self._count(count_bytes)
         ours.finish_backward()
         optim.clip_gradients(ours, 1.0)
         optimizer.step()
@@ -111,19 +130,19 @@ def most(value: float) -> float:
 
 def hold(contest: Contest, model: DeepSeekConfig, pairs: int) -> dict[str, Any]:
     """On a rank: choose the peer's best variant, then take turns with it."""
-    mesh = build_mesh(ParallelConfig(dp=contest.parallel.get("dp"), tp=contest.parallel.get("tp", 1)), "cpu")
-    lab = Contender(model, mesh, contest.parallel, "lab")
+    mesh = contest.mesh()
+    lab = Contender(model, mesh, contest, "lab")
     tried: dict[str, float] = {}
     for variant in contest.variants:
-        peer = Contender(model, mesh, contest.parallel, "torch", **variant)
+        peer = Contender(model, mesh, contest, "torch", **variant)
         peer.seconds()  # warm-up
         tried[str(variant)] = statistics.median(peer.seconds() for _ in range(3))
     best = min(contest.variants, key=lambda variant: tried[str(variant)])
-    peer = Contender(model, mesh, contest.parallel, "torch", **best)
+    peer = Contender(model, mesh, contest, "torch", **best)
     for contender in (lab, peer):
         contender.step(count_bytes=True)
         contender.step(count_bytes=True)
-    losses = [contender.step() for contender in (lab, peer)]
+    losses = [most(contender.step()) for contender in (lab, peer)]  # of a pipeline only the last rank has it
     ratios = []
     for pair in range(pairs):
         first, second = (lab, peer) if pair % 2 == 0 else (peer, lab)
@@ -136,7 +155,7 @@ def hold(contest: Contest, model: DeepSeekConfig, pairs: int) -> dict[str, Any]:
         "bytes": [most(contender.most_bytes) for contender in (lab, peer)],
         "losses": losses,
         "sent": most(bytes_sent(lab)),
-        "least": least_bytes_sent(contest.parallel, model),
+        "least": least_bytes_sent(contest, model),
     }
 
 
@@ -149,12 +168,15 @@ def bytes_sent(contender: Contender) -> int:
     return trace.wire_bytes()
 
 
-def least_bytes_sent(parallel: dict[str, Any], model: DeepSeekConfig) -> float:
-    """What a rank must send in a step of one pass, whatever the algorithm, in fp32.
+def least_bytes_sent(contest: Contest, model: DeepSeekConfig) -> float | None:
+    """What a rank must send in a step of one pass, whatever the algorithm, in fp32; None for a pipeline.
 
     Data parallelism: gradients are reduced and weights spread, (R-1)/R of them each; in stage 3 those of
     the blocks twice.  Tensor parallelism: four all-reduces a block and two at the ends, of a rank's activations.
     """
+    parallel = contest.parallel
+    if "pp" in parallel:
+        return None
     dp, tp, stage = parallel.get("dp", 1), parallel.get("tp", 1), parallel.get("zero_stage", 0)
     blocks = [memory.layer_parameters(model, layer) for layer in range(model.num_hidden_layers)]
     in_blocks = sum(memory.parameters_of_a_rank(counts, tp) for counts in blocks)
@@ -167,10 +189,10 @@ def least_bytes_sent(parallel: dict[str, Any], model: DeepSeekConfig) -> float:
 
 def profile(contest: Contest, model: DeepSeekConfig) -> dict[str, str]:
     """On a rank: where a step of each spends its time."""
-    mesh = build_mesh(ParallelConfig(dp=contest.parallel.get("dp"), tp=contest.parallel.get("tp", 1)), "cpu")
+    mesh = contest.mesh()
     tables = {}
     for which in ("lab", "torch"):
-        contender = Contender(model, mesh, contest.parallel, which)
+        contender = Contender(model, mesh, contest, which)
         contender.step()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as run:
             contender.step()
@@ -181,15 +203,17 @@ def profile(contest: Contest, model: DeepSeekConfig) -> dict[str, str]:
 def show(contest: Contest, found: dict[str, Any]) -> None:
     ratios = sorted(found["ratios"])
     lab_bytes, peer_bytes = found["bytes"]
-    print(f"\n{contest.name}: {contest.parallel}")
+    passes = f", {contest.micro_batches} micro-batches" if contest.micro_batches > 1 else ""
+    print(f"\n{contest.name}: {contest.parallel}{passes}, {contest.ranks} ranks")
     for variant, seconds in found["tried"].items():
         print(f"  peer tried {variant:24s} {seconds * 1e3:8.0f} ms a step")
     print(f"  peer's best   {found['best'] or 'its only way'}")
     print(f"  step time     lab/torch {statistics.median(ratios):.3f}, from {ratios[0]:.3f} to {ratios[-1]:.3f}")
     print(f"  state bytes   lab/torch {lab_bytes / peer_bytes:.3f} ({lab_bytes:,.0f} and {peer_bytes:,.0f})")
-    print(f"  bytes sent    {found['sent']:,.0f}; the least possible {found['least']:,.0f}")
+    least = f"; the least possible {found['least']:,.0f}" if found["least"] else ""
+    print(f"  bytes sent    {found['sent']:,.0f}{least}")
     ours, theirs = found["losses"]
-    print(f"  loss of rank 0 in the third step: {ours:.3f} and {theirs:.3f}", flush=True)
+    print(f"  largest loss of a rank in the third step: {ours:.3f} and {theirs:.3f}", flush=True)
 
 
 def main() -> None:
@@ -201,20 +225,19 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="show where the time of rank 0 goes instead")
     arguments = parser.parse_args()
-    model, pairs = (QUICK, 2) if arguments.quick else (MODEL, arguments.pairs)
-    print(
-        f"{RANKS} ranks of one thread, {model.num_hidden_layers} layers, width {model.hidden_size}, {ROWS} x {T} tokens"
-    )
+    base, pairs = (QUICK, 2) if arguments.quick else (MODEL, arguments.pairs)
+    print(f"ranks of one thread, width {base.hidden_size}, {ROWS} x {T} tokens")
     for contest in CONTESTS:
         if arguments.only not in (None, contest.name):
             continue
         if arguments.quick:
             contest = replace(contest, variants=contest.variants[:1])
+        model = replace(base, num_hidden_layers=contest.layers or base.num_hidden_layers)
         if arguments.profile:
-            for which, table in run_ranks(profile, RANKS, contest, model, timeout=600)[0].items():
+            for which, table in run_ranks(profile, contest.ranks, contest, model, timeout=600)[0].items():
                 print(f"\n{contest.name}, {which}\n{table}")
         else:
-            show(contest, run_ranks(hold, RANKS, contest, model, pairs, timeout=3600)[0])
+            show(contest, run_ranks(hold, contest.ranks, contest, model, pairs, timeout=3600)[0])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def split_layers(n_layers: int, stages: int, given: Sequence[int] | None = None) -> list[range]:
     """Which blocks each stage of a pipeline holds: consecutive, `given` many each, or as equally many as can be.
 
-    Where they cannot be equal the middle stages have one more: the first holds the embedding and the last the head.
+    Where they cannot be equal the middle stages have one more, and the last, with the head, not before the first.
 
     Raises:
         ValueError: when there are fewer blocks than stages, or `given` does not name each block once.
@@ -19,7 +19,7 @@ def split_layers(n_layers: int, stages: int, given: Sequence[int] | None = None)
                 f"num_hidden_layers={n_layers} is too few for {stages} pipeline stages, parallel.pp x parallel.chunks"
             )
         more = n_layers % stages
-        first = (stages - more + 1) // 2
+        first = (stages - more) // 2
         given = [n_layers // stages + (first <= stage < first + more) for stage in range(stages)]
     if len(given) != stages or sum(given) != n_layers or min(given) < 1:
         raise ValueError(
