@@ -93,14 +93,15 @@ def draw_traffic(traces: Traces) -> Figure:
         figsize=(sum(ratios), max(side, 0.8 + 0.25 * len(rows))), ncols=len(ratios), width_ratios=ratios
     ) as (fig, axes):
         for ax, (title, matrix) in zip(axes, panels, strict=False):
-            _draw_matrix(ax, np.asarray(matrix), title)
+            draw_matrix(ax, np.asarray(matrix), title)
         _draw_table(axes[-1], rows)
     return fig
 
 
-def _draw_matrix(ax: Any, sent_RR: np.ndarray, title: str) -> None:
+def draw_matrix(ax: Any, sent_RR: np.ndarray, title: str, top: float | None = None) -> None:
+    """Bytes from each rank to each other; `top` has the fullest shade, by default the largest of them."""
     n_ranks = len(sent_RR)
-    top = sent_RR.max() or 1
+    top = top or sent_RR.max() or 1
     cells = np.zeros((n_ranks, n_ranks, 4))
     cells[..., :3] = [int(theme.TONES[0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
     share_RR = sent_RR / top
