@@ -67,6 +67,36 @@ def parallelize(
     return engine
 
 
+def gradient_axes(layout: tensor.Layout, twice: bool) -> list[str]:
+    """Over which axes of the mesh the gradient of a parameter must be added up: each rank there found a part of it.
+
+    Args:
+        twice: the first stage of the pipeline and the last, the "ends", both hold the parameter.
+    """
+    axes = ["edp" if layout.expert else "dp"]  # an expert sees the tokens of its whole ep group already
+    if layout.partial:
+        axes.append("tp")
+    if twice:
+        axes.append("ends")
+    return axes
+
+
+def copies_of(layout: tensor.Layout, twice: bool, sizes: dict[str, int], zero_stage: int) -> int:
+    """On how many ranks the same numbers of a parameter's gradient are, once it has been added up.
+
+    Args:
+        twice: as for `gradient_axes`.
+        sizes: of the axes "tp", "dp" and "edp"; 1 for one that does not matter.
+        zero_stage: from 1 on data-parallel ranks share the numbers out.
+    """
+    copies = 2 if twice else 1
+    if layout.dim is None:
+        copies *= sizes["tp"]
+    if zero_stage == 0:
+        copies *= sizes["edp" if layout.expert else "dp"]
+    return copies
+
+
 class Engine:
     """A model in pieces: data parallelism with ZeRO, over stages that tensor and expert parallelism cut before."""
 
@@ -117,7 +147,7 @@ class Engine:
             members.sort(key=lambda names: -min(self.number[name] for name in names))
             first = len(self.buckets)
             for names in members:
-                group = self.mesh.group("edp" if self._expert(names[0]) else "dp")
+                group = self.mesh.group(self._axes(names[0])[0])
                 shapes = {name: self.shapes[name] for name in names}
                 self.buckets.append(zero.Bucket(shapes, self.stage, group, dtype, master_dtype, self.device))
             self.buckets_of_chunk.append(list(range(first, len(self.buckets))))
@@ -143,11 +173,8 @@ class Engine:
         """Experts, which fewer ranks share, and a table that another stage has too: their shares must be cut alike."""
         kinds: dict[tuple[bool, bool], list[str]] = {}
         for name in names:
-            kinds.setdefault((self._expert(name), self._twice(name)), []).append(name)
+            kinds.setdefault((self.layouts[name].expert, self._twice(name)), []).append(name)
         return list(kinds.values())
-
-    def _expert(self, name: str) -> bool:
-        return self.layouts[name].expert
 
     def _units(self, chunk: int) -> Iterator[zero.Unit]:
         for modules in self._modules(chunk):
@@ -251,8 +278,8 @@ class Engine:
 
     def _add_up(self, buckets: list[int]) -> None:
         """Stage 0 without overlap: all at once, after backward."""
-        for axis, wanted in (("dp", False), ("edp", True)):
-            names = [name for b in buckets for name in self.buckets[b].shapes if self._expert(name) == wanted]
+        for axis in ("dp", "edp"):
+            names = [name for b in buckets for name in self.buckets[b].shapes if self._axes(name)[0] == axis]
             gradients = [self.model.get_parameter(name).grad for name in names]
             data_parallel.all_reduce_gradients(gradients, self.mesh.group(axis), self._bucket_bytes)
 
@@ -297,12 +324,13 @@ class Engine:
         """From here on every piece's gradient is the sum over the global batch."""
         for bucket in self.buckets:
             bucket.hand_over()
-        parts = [piece.gradient for piece in self._pieces() if self.layouts[piece.name].partial]
-        data_parallel.all_reduce_gradients(parts, self.mesh.group("tp"), self._bucket_bytes)
-        # The first stage and the last each found a part of a tied table's gradient; their shares are cut alike.
-        tied = [piece.gradient for piece in self._pieces() if self._twice(piece.name)]
-        if tied:
-            data_parallel.all_reduce_gradients(tied, self.mesh.ends, self._bucket_bytes)
+        for axis, group in (("tp", self.mesh.group("tp")), ("ends", self.mesh.ends)):
+            parts = [piece.gradient for piece in self._pieces() if axis in self._axes(piece.name)]
+            if parts:
+                data_parallel.all_reduce_gradients(parts, group, self._bucket_bytes)
+
+    def _axes(self, name: str) -> list[str]:
+        return gradient_axes(self.layouts[name], self._twice(name))
 
     def _twice(self, name: str) -> bool:
         """Whether another stage holds this parameter, too."""
@@ -316,19 +344,14 @@ class Engine:
         axes = [axis for axis in ("tp", "pp") if size(axis) > 1]
         axes += ["dp"] if size("dp") > 1 and (self.stage or size("ep") > 1) else []
         axes = ["world"] if len(axes) > 1 else axes  # one message, not one for each
-        over_dp = "dp" in axes or "world" in axes
-
-        def copies(name: str) -> int:
-            """On how many of the ranks of `axes` the same numbers are."""
-            of_tp = size("tp") if self.layouts[name].dim is None else 1
-            of_dp = size("edp" if self._expert(name) else "dp") if over_dp and not self.stage else 1
-            return of_tp * of_dp * (2 if self._twice(name) else 1)
-
-        pieces = list(self._pieces())
-        nothing = self.buckets[0].my_gradients_S.new_zeros(1)  # a rank's shares may be all padding
-        gradients = [nothing, *(piece.gradient for piece in pieces)]
-        groups = [self.mesh.group(axis) for axis in axes]
-        return zero.global_grad_norm(gradients, [1, *(copies(piece.name) for piece in pieces)], groups)
+        summed = {axis: size(axis) if axis in axes or "world" in axes else 1 for axis in ("tp", "dp")}
+        summed["edp"] = size("edp") if summed["dp"] > 1 else 1
+        gradients = [self.buckets[0].my_gradients_S.new_zeros(1)]  # a rank's shares may be all padding
+        copies = [1]
+        for piece in self._pieces():
+            gradients.append(piece.gradient)
+            copies.append(copies_of(self.layouts[piece.name], self._twice(piece.name), summed, self.stage))
+        return zero.global_grad_norm(gradients, copies, [self.mesh.group(axis) for axis in axes])
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiply all gradients by `factor`."""
