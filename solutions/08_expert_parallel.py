@@ -237,15 +237,15 @@ with theme.figure(figsize=(7.5, 2.6), ncols=2) as (figure, axes):
 show_figure(figure)
 
 # %% [markdown]
-# Twenty steps of AdamW, and the losses lie on each other. But one of the gradients grows with the number of ranks, on the
-# same batch. Whoever clips by its norm trains another model. This is the suspect:
+# Twenty steps of AdamW, and the losses lie on each other. But one of the gradients grows with the number of ranks, on
+# the same batch. Whoever clips by its norm trains another model. This is the suspect:
 
 # %%
 print(inspect.getsource(suspect_gradients))
 
 # %% [markdown]
-# What is wrong, and by how much? One cell of yours can tell: `compare_with_serial` gives the ratio of each gradient's norm
-# to that of one process. Try it on both **before** you open the hint.
+# What is wrong, and by how much? One cell of yours can tell: `compare_with_serial` gives the ratio of each gradient's
+# norm to that of one process. Try it on both **before** you open the hint.
 
 # %%
 ratios = run_ranks(compare_with_serial, 4, spread_gradients)[0]
@@ -270,8 +270,9 @@ show_figure(figure)
 # These counts are global: each rank counts its own tokens, and one all-reduce adds them up. Experts know languages and
 # subjects, so loads stay what they are while the text does; and a rank that has twice the mean lets three others wait.
 #
-# DeepSeek-V3 therefore *serves* with redundant experts: from the loads of the last ten minutes it decides which experts to
-# hold twice, and packs the copies so that all GPUs have as much to do (its section 3.4.1).
+# DeepSeek-V3 therefore *serves* with redundant experts: every ten minutes or so, the loads that were counted decide
+# which experts are held twice, and the copies are packed so that all GPUs have as much to do (its section 3.4.1). The
+# price is memory: when it reads prompts, a GPU holds 9 experts of a layer in place of 8.
 #
 # ### Exercise 8.5 · `copies_for`  (core, 15 minutes)
 
@@ -324,8 +325,8 @@ slider_figure(
 check(share_visits)
 
 # %% [markdown]
-# Now for real. The loads of some poems decide; the weights move to their new ranks, by real messages; and then the model
-# reads *other* poems.
+# Now for real. The loads of some poems decide; the weights move to their new ranks, by real messages; and then the
+# model reads *other* poems.
 
 # %%
 MINE |= {f"{EXPERT}.share_visits": share_visits}
@@ -361,10 +362,10 @@ other = [run_ranks(read_spread, 4, model, TEXTS["bible (en)"], p, overrides=MINE
 print(f"the same placement, when the bible is read: {busiest(other[0]):.2f} before, {busiest(other[1]):.2f} after")
 
 # %% [markdown]
-# The same loss, and the busiest rank's extra work mostly gone, on text that the placement had not seen. It is a bet that
-# the text stays of its kind; so a server places anew every few minutes. *Training* does not: each copy would find only a
-# part of its expert's gradient, to be summed over ranks that differ from expert to expert. There the bias keeps the
-# balance, and experts stay where they are.
+# The same loss, and the busiest rank's extra work mostly gone, on text that the placement had not seen. It is a bet
+# that the text stays of its kind; so a server places anew every few minutes. *Training* does not: each copy would find
+# only a part of its expert's gradient, to be summed over ranks that differ from expert to expert. There the bias keeps
+# the balance, and experts stay where they are.
 #
 # ## 7 · What the articles say
 #
@@ -397,9 +398,9 @@ for nodes in (8, 4, 2, 1):
     )
 
 # %% [markdown]
-# (Scores at random; link speeds from the paper's section 3.2.2.) InfiniBand is the slower link. A limit of 4 nodes takes
-# a quarter off it, and leaves NVLink with time to spare: a token could visit more experts on the same nodes, 3.2 on
-# each, the paper says, at no cost. Fewer nodes would be cheaper still, and leave the router less to choose from.
+# (Scores at random; link speeds from the paper's section 3.2.2.) InfiniBand is the slower link. A limit of 4 nodes
+# takes a quarter off it, and leaves NVLink with time to spare: a token could visit more experts on the same nodes, 3.2
+# on each, the paper says, at no cost. Fewer nodes would be cheaper still, and leave the router less to choose from.
 #
 # Read next: DeepEP, whose kernels do these two all-to-alls over both links at once, and with a low-latency variant for
 # decoding; EPLB, which replicates and packs like `copies_for` and `pack`, first over nodes, then over GPUs; and

@@ -143,14 +143,14 @@ def grade_exchange_counts(fn) -> Verdict:
         seen = run_ranks(_observe_counts, R, timeout=LIMIT_S / 2, overrides={COUNTS: fn})
     except RankTimeout as timeout:
         early = "all_to_all 32 B" in timeout.waiting.get(0, "") and "32 B" not in timeout.waiting.get(2, "")
-        name = "a rank with nothing to send leaves out the collective" if early else "a deadlock"
-        return Verdict(False, "The ranks wait for each other.", name, detail=str(timeout))
+        why = "a rank with nothing to send leaves out the collective" if early else "a deadlock"
+        return Verdict(False, "The ranks wait for each other.", why, detail=str(timeout))
+    name: str | None = None
     asked = [[0 if src == 2 else 100 * src + r for src in range(R)] for r in range(R)]
     got = [s["got"].flatten().tolist() for s in seen]
     rows = [(f"rank {r} receives", e, g) for r, (e, g) in enumerate(zip(asked, got, strict=True))]
     if got != asked:
         sent = [[0] * R if r == 2 else [100 * r + d for d in range(R)] for r in range(R)]
-        name = None
         if got == sent:
             name = "what this rank sends, not what it receives"
         elif all(g == [sum(column) for column in zip(*sent, strict=True)] for g in got):
