@@ -3,9 +3,10 @@
 import pytest
 
 from deepseek_lab.model import DeepSeekConfig
+from deepseek_lab.parallel.config import ParallelConfig
 from deepseek_lab.train import config
 from deepseek_lab.train.__main__ import flatten, main, parse
-from deepseek_lab.train.config import ConfigError
+from deepseek_lab.train.config import ConfigError, RunConfig, TrainConfig
 
 
 def test_a_file_then_the_command_line(tmp_path):
@@ -84,3 +85,46 @@ def test_help_lists_every_setting(capsys):
 def test_a_bad_setting_ends_with_status_2_and_one_line(capsys):
     assert main(["--train.setps", "5"]) == 2
     assert capsys.readouterr().err == "error: there is no setting train.setps; did you mean train.steps?\n"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "message"),
+    [
+        (
+            {"pp": 2, "schedule": "interleaved", "chunks": 2},
+            2,
+            "multiple of ranks=2 micro-batches, not 3; a step has 3",
+        ),
+        ({"pp": 4, "schedule": "dualpipe_v", "chunks": 2}, 4, "at least 8 micro-batches, not 3"),
+        ({"pp": 2}, 3, "does not divide the 3 ranks"),
+    ],
+)
+def test_a_schedule_that_a_step_cannot_have_is_refused_before_anything_starts(parallel, world_size, message):
+    train = TrainConfig(global_batch_size=3, micro_batch_size=1)
+    settings = RunConfig(train=train, parallel=ParallelConfig(**parallel))
+    with pytest.raises(ValueError, match=message):
+        settings.check(world_size)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"pp": 16}, "num_hidden_layers=8 is too few for 16"),
+        ({"pp": 2, "stage_layers": [1, 2]}, "add up to num_hidden_layers=8"),
+        ({"pp": 2, "chunks": 2}, "use interleaved for more"),
+        ({"ep": 3}, "ep=3 does not divide n_routed_experts=8"),
+        ({"pp": 2, "schedule": "1f2b"}, "use one of gpipe, 1f1b"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_refused(parallel, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(parallel=ParallelConfig(**parallel))
+
+
+def test_engine_torch_says_what_its_pipelines_lack():
+    with pytest.raises(ValueError, match="use one of gpipe, 1f1b, interleaved"):
+        RunConfig(engine="torch", parallel=ParallelConfig(pp=2, schedule="zb_h1"))
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        RunConfig(engine="torch", parallel=ParallelConfig(pp=2), model=DeepSeekConfig(tie_word_embeddings=True))
+    with pytest.raises(ValueError, match="no expert dispatch"):
+        RunConfig(engine="torch", parallel=ParallelConfig(ep=2))

@@ -82,23 +82,27 @@ def test_n_and_n_steps_equal_2n_bit_for_bit_on_two_ranks(text, tmp_path):
 def test_layouts_can_be_compared_from_the_command_line(text, tmp_path):
     """In fp64 with plain SGD, which hides no scale, `metrics.jsonl` shows the same curve to its last digits but few."""
     plain = ["--precision=fp64", "--optim.name=sgd", "--optim.lr=0.3", "--optim.min_lr=0.1"]
-    spread = ["--parallel.tp=2", "--parallel.zero_stage=3", "--parallel.sequence_parallel=true"]
-    for out, more, ranks in (("one", plain, 1), ("four", plain + spread, 4)):
+    spread = ["--parallel.tp=2", "--parallel.pp=2", "--parallel.ep=2", "--parallel.zero_stage=1"]
+    for out, more, ranks in (("one", plain, 1), ("eight", plain + spread, 8)):
         status, printed = run(text, tmp_path / out, *more, ranks=ranks)
         assert status == 0, printed
-    assert "dp 2 x tp 2, ZeRO-3, sequence parallel" in " ".join(printed.split())
-    one, four = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("one", "four"))
+    assert "pp 2 x dp 2 x tp 2, 1f1b, experts over 2, ZeRO-1" in " ".join(printed.split())
+    assert "8 ranks, by what they hold" in printed
+    one, eight = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("one", "eight"))
     assert one[0]["loss"] > one[-1]["loss"]
     for name in ("loss", "grad_norm", "lr"):
-        assert [line[name] for line in four] == pytest.approx([line[name] for line in one], rel=1e-9)
-    assert four[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-9)
-    samples = [json.loads((tmp_path / out / "summary.json").read_text())["samples"] for out in ("one", "four")]
+        assert [line[name] for line in eight] == pytest.approx([line[name] for line in one], rel=1e-9)
+    assert eight[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-9)
+    samples = [json.loads((tmp_path / out / "summary.json").read_text())["samples"] for out in ("one", "eight")]
     assert samples[0] == samples[1]
-    (alone, _), (spread, _) = (load_model(tmp_path / out) for out in ("one", "four"))  # to generate with, or to export
+    (alone, _), (spread, _) = (load_model(tmp_path / out) for out in ("one", "eight"))  # to generate with, or to export
     for name, weight in alone.named_parameters():
         assert (spread.get_parameter(name) - weight).norm() <= 1e-9 * weight.norm(), name
-    summary = json.loads((tmp_path / "four" / "summary.json").read_text())
-    assert summary["ranks"] == {"dp": 2, "tp": 2, "pp": 1, "ep": 1}
+    summary = json.loads((tmp_path / "eight" / "summary.json").read_text())
+    assert summary["ranks"] == {"dp": 2, "tp": 2, "pp": 2, "ep": 2}
+    assert summary["recorded_step"]["axes"].keys() >= {"tp", "pp", "ep", "dp"}
+    assert all(0 <= axis["share"] < 1 for axis in summary["recorded_step"]["axes"].values())
+    assert (tmp_path / "eight" / "pipeline.png").stat().st_size > 5000
     assert summary["peak_memory_bytes"] > sum(summary["state_bytes"].values())
 
 
