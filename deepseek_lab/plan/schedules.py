@@ -19,7 +19,7 @@ DualPipeV (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and the schedule's own 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -384,7 +384,8 @@ def peak_activations(actions: Iterable[Action]) -> int:
     """The most forwards whose activations a rank holds at once, if it carries out `actions` in this order.
 
     A forward F leaves its activations behind.  A backward B lets go of them; where backward is split, its last part
-    W does.  `action.steps()` gives the parts of an OVERLAP one by one, and any other action as itself.
+    W does.  All else, messages too, changes nothing.  `action.steps()` gives the parts of an OVERLAP one by one, and
+    any other action as itself.
     """
     kept = most = 0
     for action in actions:
@@ -459,12 +460,16 @@ def validate(schedule: Schedule, most_kept: int | None = None) -> None:
             raise ValueError(f"rank {rank} has a micro-batch that is not one of {schedule.micro_batches}")
         if most_kept is not None and (kept := peak_activations(actions)) > most_kept:
             raise ValueError(f"rank {rank} keeps the activations of {kept} micro-batches, more than {most_kept}")
-    _rendezvous(schedule)
+    rendezvous(schedule, schedule.actions)
 
 
-def _rendezvous(schedule: Schedule) -> None:
-    """Play the lists: a message needs both ends at once, an action all that it builds on, on its own rank."""
-    lists, place = schedule.actions, [0] * schedule.ranks
+def rendezvous(schedule: Schedule, lists: Sequence[Sequence[Action]]) -> None:
+    """Play lists with messages: one needs both its ends at once, work needs all that it builds on, on its own rank.
+
+    Raises:
+        ValueError: for a deadlock, naming what each rank stands before.
+    """
+    place = [0] * schedule.ranks
     there: list[set[tuple[str, int, int]]] = [set() for _ in lists]  # what each rank has worked out or received
 
     def head(rank: int) -> Action | None:

@@ -4,7 +4,17 @@ import itertools
 
 import pytest
 
-from deepseek_lab.plan.schedules import SCHEDULES, Action, Schedule, build_schedule, simulate, staleness, validate
+from deepseek_lab.learn.chapters.c06_pipeline import messages_beside_work
+from deepseek_lab.plan.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    build_schedule,
+    rendezvous,
+    simulate,
+    staleness,
+    validate,
+)
 
 GRID = [
     (name, ranks, micro_batches, chunks)
@@ -199,21 +209,7 @@ def test_the_validator_sees_what_is_wrong():
 
 def test_crossed_messages_are_a_deadlock():
     """Both ranks send first: right if sends return at once, a deadlock where they wait for their receivers."""
-    good = schedule_of("F0 F1 B0 B1", "F0 B0 F1 B1")
-    crossed = schedule_of("F0 F1 B0 B1", "F0 B0 F1 B1")
-    rank_0, rank_1 = (list(actions) for actions in good.actions)
-    send, receive = (
-        next(i for i, a in enumerate(rank_0) if (a.kind, a.of, a.micro_batch) == key)
-        for key in [("SEND", "F", 1), ("RECV", "B", 0)]
-    )
-    there, back = (
-        next(i for i, a in enumerate(rank_1) if (a.kind, a.of, a.micro_batch) == key)
-        for key in [("RECV", "F", 1), ("SEND", "B", 0)]
-    )
-    if send > receive:
-        rank_0[send], rank_0[receive] = rank_0[receive], rank_0[send]
-    if back > there:
-        rank_1[back], rank_1[there] = rank_1[there], rank_1[back]
-    crossed.__dict__["actions"] = (tuple(rank_0), tuple(rank_1))
-    with pytest.raises(ValueError, match="a deadlock"):
-        validate(crossed)
+    schedule = build_schedule("1f1b", 2, 3)
+    rendezvous(schedule, schedule.actions)
+    with pytest.raises(ValueError, match=r"deadlock: \{0: 'SEND F1.0 1', 1: 'SEND B0.0 0'\}"):
+        rendezvous(schedule, messages_beside_work(schedule))
