@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from deepseek_lab.parallel.mesh import AXES
+from deepseek_lab.plan import grid
 from deepseek_lab.plan.stages import split_layers
 from deepseek_lab.train import metrics
 from deepseek_lab.train.loop import Trainer
@@ -177,21 +179,27 @@ def mesh_table(trainer: Trainer) -> Table:
     for column in ("pp", "blocks", "dp", "experts", *(f"tp {n}" for n in range(tp))):
         table.add_column(column, justify="right")
     n_experts = config.model.n_routed_experts // ep
-    for pp in range(mesh.size("pp")):
+    sizes = {axis: mesh.size(axis) for axis in AXES}
+    rows: dict[tuple[int, int, int], list[str]] = {}
+    for rank in range(mesh.size("world")):
+        at = grid.coordinates(rank, sizes)
+        rows.setdefault((at["pp"], at["edp"], at["ep"]), []).append(str(rank))
+    for (pp, edp, expert), ranks in rows.items():
         held = [layers[place.stage(pp, chunk)] for chunk in range(place.chunks)]
         blocks = ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in held)
-        for dp in range(mesh.size("dp")):
-            first = dp % ep * n_experts
-            ranks = [str((pp * mesh.size("dp") + dp) * tp + n) for n in range(tp)]
-            where = (str(pp), blocks) if dp == 0 else ("", "")
-            table.add_row(*where, str(dp), f"{first} to {first + n_experts - 1}", *ranks)
-        table.add_section()
+        dp, first = edp * ep + expert, expert * n_experts
+        where = (str(pp), blocks) if dp == 0 else ("", "")
+        table.add_row(*where, str(dp), f"{first} to {first + n_experts - 1}", *ranks)
+        if dp == mesh.size("dp") - 1:
+            table.add_section()
     return table
 
 
 def _line(values: dict[str, float]) -> str:
     text = f"loss {values['loss']:.3f}  grad {values['grad_norm']:.2f}  lr {values['lr']:.1e}"
     text += f"  {values['tokens_per_s']:,.0f} tok/s  MFU {values['mfu']:.0%}"
+    if "dropped" in values:
+        text += f"  dropped {values['dropped']:.0%}"
     if "val_bits_per_byte" in values:
         text += f"  val {values['val_bits_per_byte']:.3f} bits/byte"
     return text
