@@ -68,7 +68,7 @@ from deepseek_lab.parallel.pipeline import Executor, Stage
 
 ROWS, WIDTH, M = 16, 32, 8
 torch.manual_seed(0)
-INPUTS, TARGETS = torch.randn(2, M, ROWS, WIDTH, dtype=torch.float64)
+INPUTS, TARGETS = torch.randn(2, 9, ROWS, WIDTH, dtype=torch.float64)
 
 
 class MyStage(Stage):
@@ -130,11 +130,8 @@ print(f"the ranks' gradients are off by {off_by(ran, 4):.1g}")
 # %%
 print("micro-batches   works   m / (m + 3)")
 for m in (1, 2, 4, 9):
-    INPUTS, TARGETS = torch.randn(2, m, ROWS, WIDTH, dtype=torch.float64)
     spans = [spans for spans, *_ in run_ranks(one_step, 4, schedule_of(gpipe, 4, m), 0.02)]
     print(f"{m:13}   {utilization(spans):5.0%}   {m / (m + 3):5.0%}")
-torch.manual_seed(0)
-INPUTS, TARGETS = torch.randn(2, M, ROWS, WIDTH, dtype=torch.float64)
 
 # %% [markdown]
 # A quarter without cutting, and three quarters take nine micro-batches. So the more the better? The price is memory.
@@ -249,8 +246,9 @@ hint("6-bug")
 #
 # ### Exercise 6.4 · `DeferrableLinear`  (stretch, 25 minutes)
 #
-# A linear layer whose backward can leave `dw` for later. `deferred(weight)` says where to put it, or None in an
-# ordinary backward, when the layer has to do it itself.
+# A linear layer whose backward can leave `dw` for later. `parts = deferred(weight)` is None in an ordinary backward:
+# then the layer does both parts itself. If not, `parts.put([weight], work_out)` notes a function that will give a tuple
+# of one gradient. `weight` must be the parameter itself: what `ctx.save_for_backward` gives back may be a twin of it.
 
 # %% exercise: deepseek_lab.model.split_backward.DeferrableLinear
 
@@ -326,6 +324,8 @@ show_figure(draw_schedule(simulate(build_schedule("pipedream", 4, 12)), "PipeDre
 # as one process. PipeDream takes each batch whole, as one micro-batch; and so does a careless version without stashing.
 
 # %%
+from statistics import mean
+
 from deepseek_lab.learn.chapters.c06_pipeline import train_bytes
 
 STASH = {"deepseek_lab.parallel.pipedream.StashedWeights": StashedWeights}
@@ -337,7 +337,7 @@ losses = {
 per_update = {"flush": simulate(build_schedule("1f1b", 4, 8)).makespan / 8, "PipeDream": 3.0, "without stashing": 3.0}
 with theme.figure(figsize=(8, 3), ncols=2, sharey=True) as (figure, (by_update, by_time)):
     for name, curve in losses.items():
-        smooth = [sum(curve[max(0, i - 19) : i + 1]) / len(curve[max(0, i - 19) : i + 1]) for i in range(len(curve))]
+        smooth = [mean(curve[max(0, i - 19) : i + 1]) for i in range(len(curve))]
         by_update.plot(smooth, label=name)
         by_time.plot([i * per_update[name] for i in range(len(smooth))], smooth, label=name)
     by_update.set(xlabel="updates", ylabel="loss (nats a byte), mean of 20")
@@ -345,7 +345,7 @@ with theme.figure(figsize=(8, 3), ncols=2, sharey=True) as (figure, (by_update, 
     by_time.legend()
 show_figure(figure)
 for name, curve in losses.items():
-    print(f"{name:17} mean of the last 50 updates: {sum(curve[-50:]) / 50:.3f}")
+    print(f"{name:17} mean of the last 50 updates: {mean(curve[-50:]):.3f}")
 
 # %% [markdown]
 # Update for update, stale weights cost next to nothing here, and even the version without stashing gets away with it.

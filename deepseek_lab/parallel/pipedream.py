@@ -67,7 +67,7 @@ class StashedWeights:
 
     A version is a dictionary of tensors and never changes: an update makes a new one, `newest`.  `met[m]` is the
     version that micro-batch m met in its forward, for as long as m is on its way.  Backward leaves its gradients on
-    the tensors of that version, which several micro-batches may share.
+    the tensors of that version, which several micro-batches may share.  The tensors that were given stay as they are.
     """
 
     def __init__(self, weights):
