@@ -153,7 +153,7 @@ class Router(nn.Module):
         for name in ("visits_E", "dropped_E"):
             zeros_E = torch.zeros(self.config.n_routed_experts, dtype=torch.long, device=device)
             self.register_buffer(name, zeros_E, persistent=False)
-        self.register_buffer("aux_loss_sum", torch.zeros((), device=device), persistent=False)
+        self.register_buffer("aux_loss_sum", torch.zeros((), dtype=torch.float64, device=device), persistent=False)
 
     @property
     def counting(self) -> bool:

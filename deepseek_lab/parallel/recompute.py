@@ -2,7 +2,8 @@
 
 "full" keeps only the input of every block and costs one more forward.  "selective" works out again only what is large
 and cheap: the keys and values of all heads, expanded from MLA's small latent, and attention over them (in the spirit of
-Korthikanti et al., arXiv 2205.05198, section 5).  Nothing that it repeats communicates.
+Korthikanti et al., arXiv 2205.05198, section 5).  Nothing that "selective" repeats communicates;
+a whole block sends again what it sent in forward.
 """
 
 from __future__ import annotations

@@ -91,12 +91,15 @@ class Trainer:
         grad_norm = optim.clip_gradients(engine, config.optim.clip_norm)
         self.optimizer.step()
         engine.after_step()
+        experts = optim.expert_metrics(self.model, mesh)
         optim.balance_experts(self.model, config.train.router_bias_rate, mesh.group("dp"))
+        for router in self.model.routers().values():
+            router.reset_counts(self.device)
         self.steps_done += 1
         if mesh.rank("tp"):  # the ranks of a tp group share one part of the batch
             my_loss_sum, my_n_tokens = my_loss_sum * 0, my_n_tokens * 0
         loss = data_parallel.global_token_mean(my_loss_sum, my_n_tokens, mesh.group("world"))
-        return {"step": self.steps_done, "loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr}
+        return {"step": self.steps_done, "loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr} | experts
 
     def backward(self, batch: Batch, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the gradient of (sum of my token losses) / `n_tokens`, pass by pass; return that sum and its count."""

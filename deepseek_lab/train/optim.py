@@ -9,6 +9,7 @@ from torch import Tensor
 from deepseek_lab.model import DeepSeekModel, moe
 from deepseek_lab.parallel import collectives
 from deepseek_lab.parallel.engine import Engine
+from deepseek_lab.parallel.mesh import Mesh
 from deepseek_lab.train.config import OptimConfig
 
 
@@ -41,6 +42,23 @@ def clip_gradients(engine: Engine, max_norm: float) -> Tensor:
     if max_norm:
         engine.scale_gradients((max_norm / norm).clamp(max=1.0))
     return norm
+
+
+def expert_metrics(model: DeepSeekModel, mesh: Mesh) -> dict[str, float]:
+    """The auxiliary loss of the step (mean over sequences, all layers), and the share of visits that capacity dropped.
+
+    Of the global batch, in one message; nothing if the model has neither.
+    """
+    config, routers = model.config, model.routers().values()
+    if not (config.aux_loss_alpha or config.capacity_factor):
+        return {}
+    totals = torch.zeros(3, dtype=torch.float64, device=next(model.parameters()).device)
+    for router in routers if mesh.rank("tp") == 0 else ():  # the ranks of a tp group saw the same tokens
+        aux_loss = config.aux_loss_alpha * router.aux_loss_sum / router.n_sequences
+        totals += torch.stack([n.double() for n in (aux_loss, router.dropped_E.sum(), router.visits_E.sum())])
+    aux_loss, dropped, visits = collectives.all_reduce(totals, mesh.group("world")).tolist()
+    found = {"aux_loss": aux_loss} if config.aux_loss_alpha else {}
+    return found | ({"dropped": dropped / max(visits, 1)} if config.capacity_factor else {})
 
 
 def balance_experts(model: DeepSeekModel, rate: float, group: dist.ProcessGroup | None = None) -> None:

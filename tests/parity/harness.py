@@ -57,6 +57,7 @@ class Run:
 
     loss: list[float]
     norm: list[float]
+    experts: list[float]
     gradients: dict[str, torch.Tensor]
     visits: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
@@ -178,6 +179,7 @@ def train(cell: Cell, mesh: Mesh, out: Path) -> Run:
     return Run(
         loss=[line["loss"] for line in lines],
         norm=[line["grad_norm"] for line in lines],
+        experts=[line[name] for line in lines for name in ("aux_loss", "dropped") if name in line],
         gradients=gradients,
         visits={name: torch.stack(steps).double() for name, steps in visits.items()},
         parameters={name: whole.clone() for name, whole in engine.full("model")},
@@ -243,7 +245,9 @@ def _deviations(cell: Cell, run: Run, reference: Run, mesh: Mesh) -> dict[str, f
     world = world_size(cell)
     promised = memory.state_of_a_rank(config.model, config.parallel, mesh.rank("pp"), world, (8, 8, 16))
     return {
-        "loss": max(abs(a / b - 1) for a, b in zip(run.loss, reference.loss, strict=True)),
+        "loss": max(
+            abs(a / b - 1) for a, b in zip(run.loss + run.experts, reference.loss + reference.experts, strict=True)
+        ),
         "norm": max(abs(a / b - 1) for a, b in zip(run.norm, reference.norm, strict=True)),
         "gradients": _worst_deviation(run.gradients, reference.gradients),
         "parameters": _worst_deviation(run.parameters, reference.parameters),
