@@ -636,7 +636,7 @@ def byte_batches(micro_batches: int, seed: int = 0, rows: int = 32) -> tuple[lis
     return list(pieces_MNC[..., :8]), list(pieces_MNC[..., 8])
 
 
-def train_bytes(micro_batches: int = 150, lr: float = 0.3, seed: int = 0, stash: bool = True) -> list[float]:
+def train_bytes(micro_batches: int = 100, lr: float = 0.3, seed: int = 0, stash: bool = True) -> list[float]:
     """The loss of each micro-batch, an update after each: by PipeDream on four ranks, by plain SGD on one."""
     stages, (inputs, targets) = byte_stages(seed), byte_batches(micro_batches, seed)
     whole = [nn.Sequential(*stages)] if collectives.size_of() == 1 else stages
