@@ -1,12 +1,19 @@
 """The executor runs any schedule: serial gradients, the schedule's own memory, messages under way while it computes."""
 
+import time
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from deepseek_lab.data.batches import Batch
 from deepseek_lab.learn import Link, run_ranks
 from deepseek_lab.model import DeepSeekConfig
 from deepseek_lab.parallel import collectives, pipeline
+from deepseek_lab.parallel.config import ParallelConfig
+from deepseek_lab.parallel.engine import parallelize
+from deepseek_lab.parallel.mesh import build_mesh
 from deepseek_lab.plan.schedules import build_schedule, simulate
 from deepseek_lab.plan.stages import split_layers
 
@@ -139,3 +146,40 @@ def test_a_stage_holds_its_parts_under_the_names_of_the_whole():
     assert {name.split(".")[1] for name in first.state_dict() if name.startswith("layers")} == {"0", "1"}
     with pytest.raises(RuntimeError, match="on another rank"):
         first.norm(torch.zeros(1))
+
+
+def where_things_happen():
+    """Of a step under ZB-H1, stage 3 and recomputation: what each kind of action sends and computes."""
+    parallel = ParallelConfig(pp=2, zero_stage=3, schedule="zb_h1", recompute="full")
+    mesh = build_mesh(parallel, "cpu")
+    config = DeepSeekConfig.preset("tiny", num_hidden_layers=4, hidden_size=32, vocab_size=64, intermediate_size=48)
+    engine = parallelize(config, mesh, parallel)
+    engine.model.train()
+    ids = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(0))
+    micros = list(Batch(ids[:, :-1], ids[:, 1:], torch.zeros_like(ids[:, 1:])).split(1))
+    attention_s, own = [], F.scaled_dot_product_attention
+
+    def counted(*args, **kwargs):
+        attention_s.append(time.monotonic())
+        return own(*args, **kwargs)
+
+    F.scaled_dot_product_attention = counted
+    with collectives.record() as trace:
+        engine.run(micros, lambda k, x, micro: engine.run_stage(k, x, micro.input_ids, micro.labels), 64)
+    found = Counter()
+    for span in engine.timeline:
+        happened = [(event.op, event.start_s) for event in trace.events] + [("attention", at) for at in attention_s]
+        found.update((span.action.kind, op) for op, at in happened if span.start_s <= at <= span.end_s)
+    return found
+
+
+@pytest.mark.ranks
+def test_w_neither_gathers_weights_nor_computes_anything_twice_and_only_then_gradients_travel():
+    for found in run_ranks(where_things_happen, 4):
+        assert found["F", "attention"] == found["I", "attention"] == 4 * 2  # micro-batches, blocks of a stage
+        assert not found["W", "attention"]
+        assert found["F", "all_gather"]
+        assert found["I", "all_gather"]
+        assert not found["W", "all_gather"]
+        assert found["W", "reduce_scatter"]
+        assert not found["I", "reduce_scatter"]
