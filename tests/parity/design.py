@@ -65,14 +65,14 @@ def covering(axes: Axes, strength: int, possible: Callable[[Cell], bool] = possi
         together
         for names in combinations(axes, strength)
         for together in _settings({name: axes[name] for name in names})
-        if any(True for _ in _completions(dict(together), axes, possible))
+        if any(True for _ in completions(dict(together), axes, possible))
     )
     cells = []
     while missing:
         cell = dict(next(iter(missing)))
         for name in sorted((name for name in axes if name not in cell), key=lambda name: -len(axes[name])):
             choices = [{**cell, name: value} for value in axes[name]]
-            fit = [c for c in choices if any(True for _ in _completions(c, axes, possible))]
+            fit = [c for c in choices if any(True for _ in completions(c, axes, possible))]
             cell = max(fit, key=lambda c: len(_covered(c, name, missing)))
         cells.append({name: cell[name] for name in axes})
         for together in [t for t in missing if t <= frozenset(cell.items())]:
@@ -91,7 +91,7 @@ def _covered(cell: Cell, newest: str, missing: Mapping[frozenset[Setting], None]
     return [together for together in missing if new in together and together <= settings]
 
 
-def _completions(cell: Cell, axes: Axes, possible: Callable[[Cell], bool]) -> Iterator[Cell]:
+def completions(cell: Cell, axes: Axes, possible: Callable[[Cell], bool]) -> Iterator[Cell]:
     """The possible cells that have the settings of `cell`."""
     if not possible(cell):
         return
@@ -100,4 +100,4 @@ def _completions(cell: Cell, axes: Axes, possible: Callable[[Cell], bool]) -> It
         yield cell
         return
     for value in axes[open_axes[0]]:
-        yield from _completions({**cell, open_axes[0]: value}, axes, possible)
+        yield from completions({**cell, open_axes[0]: value}, axes, possible)

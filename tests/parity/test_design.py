@@ -8,7 +8,7 @@ from itertools import combinations, product
 import pytest
 
 from tests.parity import design
-from tests.parity.design import AXES, covering, possible, world_size
+from tests.parity.design import AXES, completions, covering, possible, world_size
 
 
 @pytest.mark.parametrize("strength", [2, 3])
@@ -18,7 +18,7 @@ def test_every_possible_combination_occurs_in_a_possible_cell(strength):
     for names in combinations(AXES, strength):
         for values in product(*(AXES[name] for name in names)):
             wanted = dict(zip(names, values, strict=True))
-            if possible(wanted):
+            if any(True for _ in completions(wanted, AXES, possible)):
                 assert any(wanted.items() <= cell.items() for cell in cells), wanted
 
 
@@ -30,8 +30,8 @@ def test_the_larger_design_holds_every_mesh_with_every_stage():
 def test_a_design_is_the_same_each_time_and_far_smaller_than_the_product():
     assert covering(AXES, 2) == covering(AXES, 2)
     everything = sum(possible(dict(zip(AXES, values, strict=True))) for values in product(*AXES.values()))
-    assert len(covering(AXES, 2)) < 25 < 100 < everything
-    assert len(covering(AXES, 3)) < 80
+    assert len(covering(AXES, 2)) < 36 < 10_000 < everything  # 6 schedules with 4 stages of ZeRO are 24 at least
+    assert len(covering(AXES, 3)) < 150
     assert max(world_size(cell) for cell in covering(AXES, 3)) <= design.MOST_RANKS
 
 
