@@ -1,34 +1,41 @@
-"""Compositions that look right: shapes agree, losses agree, and some group or count is another."""
+"""Layouts that nearly hold: most of them crash nowhere, and the loss does not show them."""
 
+import itertools
 import math
 
-from deepseek_lab.parallel import collectives
-from deepseek_lab.plan import memory
+import numpy as np
+
+from deepseek_lab.parallel import collectives, engine
+from deepseek_lab.plan import grid, memory
 from tests.wrong_answers import Wrong
 
 # 9.1 ----------------------------------------------------------------------------------------------------------
 
 
-def checked(rank, sizes):
-    if not 0 <= rank < math.prod(sizes.values()):
-        raise ValueError(rank)
+def _refusing(place):
+    def coordinates(rank, sizes):
+        if not 0 <= rank < math.prod(sizes.values()):
+            raise ValueError(f"no rank {rank}")
+        return place(rank, sizes)
+
+    return coordinates
 
 
+@_refusing
 def innermost_first(rank, sizes):
-    checked(rank, sizes)
     place = {}
     for axis, size in sizes.items():
         rank, place[axis] = divmod(rank, size)
     return place
 
 
-def each_by_itself(rank, sizes):
-    checked(rank, sizes)
+@_refusing
+def each_axis_alone(rank, sizes):
     return {axis: rank % size for axis, size in sizes.items()}
 
 
+@_refusing
 def nothing_taken_off(rank, sizes):
-    checked(rank, sizes)
     place, inside = {}, math.prod(sizes.values())
     for axis, size in sizes.items():
         inside //= size
@@ -36,148 +43,199 @@ def nothing_taken_off(rank, sizes):
     return place
 
 
+@_refusing
 def from_one(rank, sizes):
-    return {axis: n + 1 for axis, n in right_place(rank, sizes).items()}
+    return {axis: n + 1 for axis, n in grid.coordinates(rank, sizes).items()}
 
 
-def right_place(rank, sizes):
-    checked(rank, sizes)
-    place = {}
-    for axis in reversed(sizes):
-        rank, place[axis] = divmod(rank, sizes[axis])
-    return {axis: place[axis] for axis in sizes}
+@_refusing
+def steps_of_their_own_size(rank, sizes):
+    return {axis: rank // size % size for axis, size in sizes.items()}
 
 
-def without_size_one(rank, sizes):
-    return {axis: n for axis, n in right_place(rank, sizes).items() if sizes[axis] > 1}
+@_refusing
+def without_single_axes(rank, sizes):
+    return grid.coordinates(rank, {axis: size for axis, size in sizes.items() if size > 1})
 
 
-def always_the_origin(rank, sizes):
-    checked(rank, sizes)
+@_refusing
+def at_the_origin(rank, sizes):
     return dict.fromkeys(sizes, 0)
 
 
-def any_rank(rank, sizes):
-    place = {}
-    for axis in reversed(sizes):
-        rank, place[axis] = divmod(rank, sizes[axis])
-    return {axis: place[axis] for axis in sizes}
+@_refusing
+def a_tuple(rank, sizes):
+    return tuple(grid.coordinates(rank, sizes).values())
 
 
-def as_a_tuple(rank, sizes):
-    return tuple(right_place(rank, sizes).values())
+@_refusing
+def numbers_of_numpy(rank, sizes):
+    return dict(zip(sizes, np.unravel_index(rank, tuple(sizes.values())), strict=True))
 
 
-def backwards(rank, sizes):
-    return dict(reversed(right_place(rank, sizes).items()))
+@_refusing
+def innermost_axis_stands_first(rank, sizes):
+    return dict(reversed(grid.coordinates(rank, sizes).items()))
 
 
-def as_floats(rank, sizes):
-    return {axis: float(n) for axis, n in right_place(rank, sizes).items()}
-
-
-def uses_up_sizes(rank, sizes):
-    place = right_place(rank, sizes)
-    sizes.clear()
+@_refusing
+def uses_sizes_up(rank, sizes):
+    place, inside = {}, math.prod(sizes.values())
+    while sizes:
+        axis = next(iter(sizes))
+        inside //= sizes.pop(axis)
+        place[axis], rank = divmod(rank, inside)
     return place
+
+
+def any_rank(rank, sizes):
+    return grid.coordinates(rank % math.prod(sizes.values()), sizes)
+
+
+@_refusing
+def knows_four_axes(rank, sizes):
+    table = itertools.product(*(range(sizes.get(axis, 1)) for axis in ("pp", "edp", "ep", "tp")))
+    return dict(zip(sizes, list(table)[rank], strict=True))
 
 
 # 9.2 ----------------------------------------------------------------------------------------------------------
 
 
-def state(dense_over=None, experts_over=None, *, stage=None, first=False, keep=(True, True), each=None):
-    """`state_of_a_rank`, sharing out over other ranks, or counting something else."""
-
+def _state(data=lambda p, w: w // p.tp // p.pp, experts_over=lambda n, p: n // p.ep, stage_of=lambda p: p.zero_stage):
     def state_of_a_rank(config, parallel, pp_rank, world_size, bytes_each):
-        dp = world_size // parallel.tp // parallel.pp
-        overs = [
-            dense_over(parallel, world_size) if dense_over else dp,
-            experts_over(parallel, world_size) if experts_over else dp // parallel.ep,
+        n = data(parallel, world_size)
+        units = memory.units_of_a_rank(config, parallel, pp_rank)
+        dense, experts = (sum(numbers) for numbers in zip(*units, strict=True))
+        parts = [
+            memory.zero_state_bytes(dense, n, stage_of(parallel), *bytes_each),
+            memory.zero_state_bytes(experts, experts_over(n, parallel), stage_of(parallel), *bytes_each),
         ]
-        units = memory.units_of_a_rank(config, parallel, 0 if first else pp_rank)
-        zero_stage = parallel.zero_stage if stage is None else stage
-        total = {"parameters": 0, "gradients": 0, "optimizer": 0}
-        for n, over in enumerate(overs):
-            if keep[n]:
-                held = memory.zero_state_bytes(sum(u[n] for u in units), over, zero_stage, *(each or bytes_each))
-                total = {kind: total[kind] + held[kind] for kind in total}
-        return total
+        return {kind: sum(part[kind] for part in parts) for kind in parts[0]}
 
     return state_of_a_rank
 
 
-def dp_of(parallel, world):
-    return world // parallel.tp // parallel.pp
+def one_heap(config, parallel, pp_rank, world_size, bytes_each):
+    n = world_size // parallel.tp // parallel.pp
+    held = sum(dense + experts for dense, experts in memory.units_of_a_rank(config, parallel, pp_rank))
+    return memory.zero_state_bytes(held, n, parallel.zero_stage, *bytes_each)
 
 
-def its_sum(config, parallel, pp_rank, world_size, bytes_each):
-    return sum(state()(config, parallel, pp_rank, world_size, bytes_each).values())
+def dense_over_edp(config, parallel, pp_rank, world_size, bytes_each):
+    smaller = world_size // parallel.ep
+    return _state(experts_over=lambda n, p: n)(config, parallel, pp_rank, smaller, bytes_each)
+
+
+def without_experts(config, parallel, pp_rank, world_size, bytes_each):
+    held = sum(dense for dense, _ in memory.units_of_a_rank(config, parallel, pp_rank))
+    n = world_size // parallel.tp // parallel.pp
+    return memory.zero_state_bytes(held, n, parallel.zero_stage, *bytes_each)
+
+
+def experts_alone(config, parallel, pp_rank, world_size, bytes_each):
+    held = sum(experts for _, experts in memory.units_of_a_rank(config, parallel, pp_rank))
+    n = world_size // parallel.tp // parallel.pp // parallel.ep
+    return memory.zero_state_bytes(held, n, parallel.zero_stage, *bytes_each)
+
+
+def first_rank(config, parallel, pp_rank, world_size, bytes_each):
+    return memory.state_of_a_rank(config, parallel, 0, world_size, bytes_each)
+
+
+def sixteen_bytes(config, parallel, pp_rank, world_size, bytes_each):
+    return memory.state_of_a_rank(config, parallel, pp_rank, world_size, (2, 2, 12))
+
+
+def largest_block(config, parallel, pp_rank, world_size, bytes_each):
+    n = world_size // parallel.tp // parallel.pp
+    dense, experts = max(memory.units_of_a_rank(config, parallel, pp_rank))
+    held = memory.zero_state_bytes(dense, n, parallel.zero_stage, *bytes_each)
+    of_experts = memory.zero_state_bytes(experts, n // parallel.ep, parallel.zero_stage, *bytes_each)
+    return {kind: held[kind] + of_experts[kind] for kind in held}
+
+
+def in_all(config, parallel, pp_rank, world_size, bytes_each):
+    return sum(memory.state_of_a_rank(config, parallel, pp_rank, world_size, bytes_each).values())
+
+
+def divided_by_tp_again(config, parallel, pp_rank, world_size, bytes_each):
+    state = memory.state_of_a_rank(config, parallel, pp_rank, world_size, bytes_each)
+    return {kind: size // parallel.tp for kind, size in state.items()}
 
 
 # 9.3 ----------------------------------------------------------------------------------------------------------
 
 
-def axes(experts=("edp",), dense=("dp",), tp=lambda layout: layout.partial, ends=lambda twice: twice, last="ends"):
-    """`gradient_axes` with one decision changed."""
-
+def _axes(expert=("edp",), dense=("dp",), tp=lambda layout: layout.partial, ends=lambda twice: twice, last="ends"):
     def gradient_axes(layout, twice):
-        found = list(experts if layout.expert else dense)
-        return found + ["tp"] * tp(layout) + [last] * ends(twice)
+        axes = list(expert if layout.expert else dense)
+        if tp(layout):
+            axes.append("tp")
+        if ends(twice):
+            axes.append(last)
+        return axes
 
     return gradient_axes
 
 
-def as_a_set(layout, twice):
-    return set(axes()(layout, twice))
+def data_axis_last(layout, twice):
+    return engine.gradient_axes(layout, twice)[::-1]
 
 
-def data_last(layout, twice):
-    return axes()(layout, twice)[::-1]
+def a_set(layout, twice):
+    return set(engine.gradient_axes(layout, twice))
 
 
 # 9.4 ----------------------------------------------------------------------------------------------------------
 
 
-def copies(twice=2, tp=lambda layout: layout.dim is None, shared=lambda stage: stage > 0, experts="edp"):
-    """`copies_of` with one decision changed."""
-
-    def copies_of(layout, both, sizes, zero_stage):
-        n = twice if both else 1
-        n *= sizes["tp"] if tp(layout) else 1
-        return n * (1 if shared(zero_stage) else sizes[experts if layout.expert else "dp"])
+def _copies(ends=2, tp=lambda layout: layout.dim is None, data=lambda stage: stage == 0, expert="edp"):
+    def copies_of(layout, twice, sizes, zero_stage):
+        copies = ends if twice else 1
+        if tp(layout):
+            copies *= sizes["tp"]
+        if data(zero_stage):
+            copies *= sizes[expert if layout.expert else "dp"]
+        return copies
 
     return copies_of
 
 
-def added(layout, both, sizes, zero_stage):
-    n = 1 + both + (sizes["tp"] - 1) * (layout.dim is None)
-    return n + (sizes["edp" if layout.expert else "dp"] - 1) * (zero_stage == 0)
+def over_ep(layout, twice, sizes, zero_stage):
+    ep = sizes["dp"] // sizes["edp"]
+    return engine.copies_of(layout, twice, sizes | {"edp": ep}, zero_stage)
 
 
-def one_over(layout, both, sizes, zero_stage):
-    return 1 / copies()(layout, both, sizes, zero_stage)
+def adds(layout, twice, sizes, zero_stage):
+    copies = 1 + twice
+    if layout.dim is None:
+        copies += sizes["tp"] - 1
+    if zero_stage == 0:
+        copies += sizes["edp" if layout.expert else "dp"] - 1
+    return copies
 
 
-def of_two(layout, both, sizes, zero_stage):
-    return copies()(layout, both, {"tp": 2, "dp": 2, "edp": 2}, zero_stage)
+def inverse(layout, twice, sizes, zero_stage):
+    return 1 / engine.copies_of(layout, twice, sizes, zero_stage)
 
 
-def forgets_sizes(layout, both, sizes, zero_stage):
-    n = copies()(layout, both, sizes, zero_stage)
-    sizes["tp"] = 1
-    return n
+def always_two(layout, twice, sizes, zero_stage):
+    return engine.copies_of(layout, twice, {"tp": 2, "dp": 2, "edp": 2}, zero_stage)
+
+
+def overwrites_sizes(layout, twice, sizes, zero_stage):
+    if zero_stage:
+        sizes["dp"] = sizes["edp"] = 1
+    return engine.copies_of(layout, twice, sizes, 0)
 
 
 # 9.5 ----------------------------------------------------------------------------------------------------------
 
 
-def ordered(*order, tokens=True, same=lambda a, b: a == b, otherwise="world", always=False):
-    """`axis_of` that looks at other axes, or compares otherwise."""
-
+def _axis(*order, tokens="ep", otherwise="world", same=lambda mine, theirs: mine == theirs):
     def axis_of(event, mesh):
-        if always and event.op == "all_to_all":
-            return "ep"
-        for axis in (["ep"] if tokens and event.op == "all_to_all" else []) + list(order):
+        axes = [tokens, *order] if tokens and event.op == "all_to_all" else list(order)
+        for axis in axes:
             if mesh.size(axis) > 1 and same(collectives.ranks_of(mesh.group(axis)), event.group_ranks):
                 return axis
         return otherwise
@@ -187,95 +245,115 @@ def ordered(*order, tokens=True, same=lambda a, b: a == b, otherwise="world", al
 
 USUAL = ("tp", "pp", "dp", "edp", "ep")
 
+
+def by_operation(event, mesh):
+    return "ep" if event.op == "all_to_all" else _axis(*USUAL)(event, mesh)
+
+
+def two_names_fewer(event, mesh):
+    axis = _axis(*USUAL)(event, mesh)
+    return "dp" if axis in ("edp", "ep") else axis
+
+
 WRONG = [
     Wrong("9.1", innermost_first, "the first axis is taken for the innermost"),
-    Wrong("9.1", each_by_itself, "every axis counts by itself: steps along an outer axis are longer"),
+    Wrong("9.1", each_axis_alone, "every axis counts by itself: steps along an outer axis are longer"),
     Wrong("9.1", nothing_taken_off, "what the outer axes took is not taken off"),
     Wrong("9.1", from_one, "counted from 1"),
-    Wrong("9.1", without_size_one, "axes of size 1 are left out"),
-    Wrong("9.1", always_the_origin, "every rank is at the origin"),
+    Wrong("9.1", steps_of_their_own_size, "a step is as long as the axis itself"),
+    Wrong("9.1", without_single_axes, "axes of size 1 are left out"),
+    Wrong("9.1", at_the_origin, "every rank is at the origin"),
+    Wrong("9.1", a_tuple, "not a dictionary"),
+    Wrong("9.1", numbers_of_numpy, "not plain integers"),
+    Wrong("9.1", innermost_axis_stands_first, "the order of the axes is lost"),
+    Wrong("9.1", uses_sizes_up, "it uses up its input"),
     Wrong("9.1", any_rank, "a rank that does not exist gets a place"),
-    Wrong("9.1", as_a_tuple, "not a dictionary"),
-    Wrong("9.1", backwards, "the order of the axes is lost"),
-    Wrong("9.1", as_floats, "not plain integers"),
-    Wrong("9.1", uses_up_sizes, "it uses up its input"),
-    Wrong("9.2", state(experts_over=dp_of), "experts are shared out over all data-parallel ranks"),
+    Wrong("9.1", knows_four_axes),
+    Wrong("9.2", _state(experts_over=lambda n, p: n), "experts are shared out over all data-parallel ranks"),
+    Wrong("9.2", one_heap, "experts and the rest are one heap over all data-parallel ranks"),
+    Wrong("9.2", dense_over_edp, "everything is shared out over the few ranks that share experts"),
     Wrong(
         "9.2",
-        state(lambda p, w: dp_of(p, w) // p.ep),
-        "everything is shared out over the few ranks that share experts",
-    ),
-    Wrong(
-        "9.2",
-        state(experts_over=lambda p, w: p.ep),
+        _state(experts_over=lambda n, p: p.ep),
         "experts are shared out over their ep group, whose ranks hold different ones",
     ),
-    Wrong(
-        "9.2",
-        state(lambda p, w: w, lambda p, w: w // p.ep),
-        "tensor and pipeline ranks are taken for data-parallel ones",
-    ),
-    Wrong(
-        "9.2",
-        state(lambda p, w: w // p.tp, lambda p, w: w // p.tp // p.ep),
-        "pipeline ranks are taken for data-parallel ones",
-    ),
-    Wrong("9.2", state(keep=(True, False)), "experts are left out"),
-    Wrong("9.2", state(keep=(False, True)), "nothing but experts is counted"),
-    Wrong("9.2", state(first=True), "every rank is taken for the first of its pipeline"),
-    Wrong("9.2", state(each=(2, 2, 12)), "the bytes of a number are fixed"),
-    Wrong("9.2", state(stage=1), "the stage of ZeRO is ignored: it is always 1"),
-    Wrong("9.2", its_sum, "not a dictionary by kind"),
-    Wrong("9.3", axes(experts=["dp"]), "experts are added up over dp, where ranks hold different ones"),
-    Wrong("9.3", axes(experts=["edp", "ep"]), "experts are added up over edp and once more over ep"),
-    Wrong("9.3", axes(experts=["ep"]), "experts are added up over ep, whose ranks hold different ones"),
-    Wrong("9.3", axes(experts=[]), "experts are not added up over data-parallel ranks at all"),
-    Wrong("9.3", axes(dense=["edp"]), "all else is added up over edp: the ranks of an ep group see different tokens"),
-    Wrong("9.3", axes(tp=lambda layout: False), "partial gradients are not added up over tp"),
+    Wrong("9.2", _state(data=lambda p, w: w), "tensor and pipeline ranks are taken for data-parallel ones"),
+    Wrong("9.2", _state(data=lambda p, w: w // p.tp), "pipeline ranks are taken for data-parallel ones"),
+    Wrong("9.2", _state(data=lambda p, w: w // p.pp), "tensor-parallel ranks are taken for data-parallel ones"),
+    Wrong("9.2", without_experts, "experts are left out"),
+    Wrong("9.2", experts_alone, "nothing but experts is counted"),
+    Wrong("9.2", first_rank, "every rank is taken for the first of its pipeline"),
+    Wrong("9.2", sixteen_bytes, "the bytes of a number are fixed"),
+    Wrong("9.2", largest_block, "one block only"),
+    Wrong("9.2", _state(stage_of=lambda p: 0), "the stage of ZeRO is ignored: it is always 0"),
+    Wrong("9.2", _state(stage_of=lambda p: 1), "the stage of ZeRO is ignored: it is always 1"),
+    Wrong("9.2", _state(stage_of=lambda p: 3), "the stage of ZeRO is ignored: it is always 3"),
+    Wrong("9.2", in_all, "not a dictionary by kind"),
+    Wrong("9.2", divided_by_tp_again),
+    Wrong("9.3", _axes(expert=("dp",)), "experts are added up over dp, where ranks hold different ones"),
+    Wrong("9.3", _axes(expert=("edp", "ep")), "experts are added up over edp and once more over ep"),
+    Wrong("9.3", _axes(expert=("ep",)), "experts are added up over ep, whose ranks hold different ones"),
+    Wrong("9.3", _axes(expert=()), "experts are not added up over data-parallel ranks at all"),
+    Wrong("9.3", _axes(dense=("edp",)), "all else is added up over edp: the ranks of an ep group see different tokens"),
+    Wrong("9.3", _axes(tp=lambda layout: False), "partial gradients are not added up over tp"),
     Wrong(
         "9.3",
-        axes(tp=lambda layout: layout.dim is None),
+        _axes(tp=lambda layout: layout.dim is None),
         "all that tp ranks hold whole is added up over tp, also where every rank has all of it",
     ),
     Wrong(
         "9.3",
-        axes(tp=lambda layout: layout.partial or layout.dim is not None),
+        _axes(tp=lambda layout: layout.partial or layout.dim is not None),
         "split matrices are added up over tp: these are different columns",
     ),
-    Wrong("9.3", axes(tp=lambda layout: True), "everything is added up over tp"),
-    Wrong("9.3", axes(ends=lambda twice: False), "the two ends keep gradients of their own"),
-    Wrong("9.3", axes(ends=lambda twice: True), "the ends add up what only one stage holds"),
-    Wrong("9.3", axes(last="pp"), "the whole pipeline is asked, not its two ends"),
-    Wrong("9.3", as_a_set, "not a list"),
-    Wrong("9.3", data_last, "the data axis is not first"),
-    Wrong("9.4", copies(twice=1), "both ends are forgotten: a tied table counts twice"),
-    Wrong("9.4", copies(tp=lambda layout: False), "copies on tp ranks are forgotten"),
-    Wrong("9.4", copies(tp=lambda layout: True), "split matrices are taken for copies"),
-    Wrong("9.4", copies(tp=lambda layout: layout.partial), "only partial ones are taken for copies"),
+    Wrong("9.3", _axes(tp=lambda layout: True), "everything is added up over tp"),
+    Wrong("9.3", _axes(ends=lambda twice: False), "the two ends keep gradients of their own"),
+    Wrong("9.3", _axes(ends=lambda twice: True), "the ends add up what only one stage holds"),
+    Wrong("9.3", _axes(last="pp"), "the whole pipeline is asked, not its two ends"),
+    Wrong("9.3", _axes(tp=lambda layout: layout.partial and not layout.expert), "experts are never partial"),
+    Wrong("9.3", data_axis_last, "the data axis is not first"),
+    Wrong("9.3", a_set, "not a list"),
+    Wrong("9.4", _copies(ends=1), "both ends are forgotten: a tied table counts twice"),
+    Wrong("9.4", _copies(tp=lambda layout: False), "copies on tp ranks are forgotten"),
+    Wrong("9.4", _copies(tp=lambda layout: True), "split matrices are taken for copies"),
+    Wrong("9.4", _copies(tp=lambda layout: layout.partial), "only partial ones are taken for copies"),
     Wrong(
         "9.4",
-        copies(tp=lambda layout: layout.dim is None and not layout.partial),
+        _copies(tp=lambda layout: layout.dim is None and not layout.partial),
         "partial gradients are no copies: they are, once added up",
     ),
-    Wrong("9.4", copies(shared=lambda s: False), "ZeRO is ignored: from stage 1 on ranks hold different shares"),
-    Wrong("9.4", copies(shared=lambda s: True), "data-parallel copies are forgotten"),
-    Wrong("9.4", copies(shared=lambda s: s > 1), "stage 1 shares nothing out"),
-    Wrong("9.4", copies(shared=lambda s: s == 3), "only stage 3 shares out"),
-    Wrong("9.4", copies(experts="dp"), "experts are on every data-parallel rank"),
-    Wrong("9.4", added, "numbers of copies are added, not multiplied"),
-    Wrong("9.4", one_over, "its inverse"),
-    Wrong("9.4", of_two, "sizes are fixed at 2"),
-    Wrong("9.4", forgets_sizes, "it uses up its input"),
+    Wrong("9.4", _copies(tp=lambda layout: layout.dim is not None), "split matrices and whole ones are mixed up"),
+    Wrong("9.4", _copies(data=lambda stage: True), "ZeRO is ignored: from stage 1 on ranks hold different shares"),
+    Wrong("9.4", _copies(data=lambda stage: False), "data-parallel copies are forgotten"),
+    Wrong("9.4", _copies(data=lambda stage: stage < 2), "stage 1 shares nothing out"),
+    Wrong("9.4", _copies(data=lambda stage: stage < 3), "only stage 3 shares out"),
+    Wrong("9.4", _copies(data=lambda stage: stage > 0), "stage 0 and the others are mixed up"),
+    Wrong("9.4", _copies(expert="dp"), "experts are on every data-parallel rank"),
+    Wrong("9.4", over_ep, "an expert's numbers are on every rank of its ep group"),
+    Wrong("9.4", adds, "numbers of copies are added, not multiplied"),
+    Wrong("9.4", inverse, "its inverse"),
+    Wrong("9.4", always_two, "sizes are fixed at 2"),
+    Wrong("9.4", overwrites_sizes, "it uses up its input"),
     Wrong(
         "9.5",
-        ordered(*USUAL, tokens=False),
+        _axis(*USUAL, tokens=None),
         "where dp and ep have the same ranks, an exchange of tokens is counted as dp",
     ),
-    Wrong("9.5", ordered("ep", *USUAL), "where dp and ep have the same ranks, a sum of gradients is counted as ep"),
-    Wrong("9.5", ordered(*USUAL, always=True), "every all-to-all is ep, whoever made it"),
-    Wrong("9.5", ordered("tp", "pp", "edp", "dp", "ep"), "where dp and edp are one, it is called edp"),
-    Wrong("9.5", ordered(*USUAL, same=lambda a, b: len(a) == len(b)), "groups are told apart by their size only"),
-    Wrong("9.5", ordered("world", *USUAL), "an axis that has all ranks is called world"),
-    Wrong("9.5", ordered("tp", "pp", "dp", "ep"), "edp is left out: it falls to the world"),
-    Wrong("9.5", ordered(*USUAL, otherwise=None), "what goes to all ranks has no name"),
+    Wrong("9.5", _axis("ep", *USUAL), "where dp and ep have the same ranks, a sum of gradients is counted as ep"),
+    Wrong("9.5", by_operation, "every all-to-all is ep, whoever made it"),
+    Wrong("9.5", _axis("tp", "pp", "edp", "dp", "ep"), "where dp and edp are one, it is called edp"),
+    Wrong(
+        "9.5",
+        _axis(*USUAL, same=lambda mine, theirs: len(mine) == len(theirs)),
+        "groups are told apart by their size only",
+    ),
+    Wrong(
+        "9.5",
+        _axis("world", *USUAL, same=lambda mine, theirs: set(theirs) <= set(mine)),
+        "a group that contains these ranks is taken for theirs",
+    ),
+    Wrong("9.5", _axis("world", *USUAL), "an axis that has all ranks is called world"),
+    Wrong("9.5", _axis("tp", "pp", "dp", "ep"), "edp is left out: it falls to the world"),
+    Wrong("9.5", _axis(*USUAL, otherwise=None), "what goes to all ranks has no name"),
+    Wrong("9.5", two_names_fewer, "the data axes are one: edp and ep are called dp"),
 ]

@@ -7,6 +7,7 @@ every layout, and know what each mistake would give.
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,11 @@ def grade_state_of_a_rank(fn) -> Verdict:
     """Both stages of a pipeline, all stages of ZeRO, with and without tensor and expert parallelism."""
     config = DeepSeekConfig.preset("tiny", num_hidden_layers=5, vocab_size=1001, tie_word_embeddings=True)
     layouts = [
-        (ParallelConfig(pp=2, tp=2, ep=ep, zero_stage=stage), world)
-        for ep, world in ((2, 24), (1, 4))
+        (ParallelConfig(pp=2, tp=4, ep=ep, zero_stage=stage), world)
+        for ep, world in ((2, 80), (1, 8))
         for stage in range(4)
     ]
-    layouts.append((ParallelConfig(ep=3 if config.n_routed_experts % 3 == 0 else 4, zero_stage=3), 8))
+    layouts.append((ParallelConfig(ep=4, zero_stage=3), 8))
     cases = [
         (config, parallel, pp_rank, world, bytes_each)
         for (parallel, world), bytes_each in zip(layouts, itertools.cycle(((2, 2, 12), (4, 8, 16))), strict=False)
@@ -158,9 +159,12 @@ def grade_state_of_a_rank(fn) -> Verdict:
         a, e = whole(c, p, r, w, b, dense, dp(p, w)), whole(c, p, r, w, b, experts, dp(p, w) // p.ep)
         return {kind: a[kind] + e[kind] for kind in a}
 
-    known = {
+    known: dict[str, Callable[..., dict[str, int]]] = {
         "experts are shared out over all data-parallel ranks": lambda c, p, r, w, b: _true_state(
             c, p, r, w, b, experts_over=dp(p, w)
+        ),
+        "experts and the rest are one heap over all data-parallel ranks": lambda c, p, r, w, b: whole(
+            c, p, r, w, b, parts(c, p, r, 0) + parts(c, p, r, 1), dp(p, w)
         ),
         "everything is shared out over the few ranks that share experts": lambda c, p, r, w, b: _true_state(
             c, p, r, w, b, dense_over=dp(p, w) // p.ep
@@ -185,10 +189,8 @@ def grade_state_of_a_rank(fn) -> Verdict:
         "the bytes of a number are fixed": lambda c, p, r, w, b: _true_state(c, p, r, w, (2, 2, 12)),
         "one block only": first_unit,
     }
-    known |= {
-        f"the stage of ZeRO is ignored: it is always {stage}": functools.partial(_true_state, stage=stage)
-        for stage in range(4)
-    }
+    for fixed in range(4):
+        known[f"the stage of ZeRO is ignored: it is always {fixed}"] = functools.partial(_true_state, stage=fixed)
     asked = [_true_state(*case) for case in cases]
     got = [fn(*case) for case in cases]
     names = [f"pp {p.pp}, tp {p.tp}, ep {p.ep}, ZeRO-{p.zero_stage} on {w} ranks, stage {r}" for _, p, r, w, _ in cases]
