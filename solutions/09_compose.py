@@ -11,8 +11,10 @@ import torch
 
 from deepseek_lab.learn import check, exercise, hint, progress, run_ranks
 from deepseek_lab.learn.chapters import c09_compose as lab
-from deepseek_lab.learn.widgets import claims_table, cost_box, show_figure
+from deepseek_lab.learn.widgets import claims_table, cost_box, show_figure, slider_figure
 from deepseek_lab.parallel.config import ParallelConfig
+from deepseek_lab.viz import mesh as draw
+from deepseek_lab.viz import theme
 
 cost_box(
     minutes=0.5,
@@ -37,8 +39,16 @@ cost_box(
 # Some axes talk all the time, some once a step. Neighbouring ranks share the fast links, so the rank's number counts
 # along tp first, then along data parallelism, then along the pipeline. Data parallelism is a grid of its own: the ranks
 # of one *ep* group hold different experts, those of one *edp* group the same. For everything but experts the two are
-# one axis, dp.
-#
+# one axis, dp. Here are the eight ranks, if they were two nodes of four. Ranks of one colour form a group:
+
+# %%
+sizes = {"pp": 2, "edp": 1, "ep": 2, "tp": 2}
+with theme.figure(figsize=(8.5, 1.7), ncols=3) as (figure, panels):
+    for axes, axis in zip(panels, ("tp", "dp", "pp"), strict=True):
+        draw.draw_groups(axes, sizes, axis, node=4)
+show_figure(figure)
+
+# %% [markdown]
 # ### Exercise 9.1 · `coordinates`  (warm-up, 10 minutes)
 
 # %% exercise: deepseek_lab.plan.grid.coordinates
@@ -47,9 +57,24 @@ cost_box(
 check(coordinates)
 
 # %% tags=["nbval-check-output"]
-sizes = {"pp": 2, "edp": 1, "ep": 2, "tp": 2}
 for rank in range(8):
     print(f"rank {rank}:", ", ".join(f"{axis} {n}" for axis, n in coordinates(rank, sizes).items()))
+
+# %% [markdown]
+# And on 32 ranks, four nodes of eight? Look at tp 8, then at tp 16, and find what crosses between nodes. (With
+# more groups than colours, only the group of rank 0 has one.)
+
+# %%
+import ipywidgets as widgets
+
+slider_figure(
+    draw.draw_choice,
+    figsize=(6, 2.6),
+    tp=widgets.SelectionSlider(options=[1, 2, 4, 8, 16], value=4, description="tp"),
+    pp=widgets.SelectionSlider(options=[1, 2, 4, 8], value=4, description="pp"),
+    ep=widgets.SelectionSlider(options=[1, 2, 4], value=2, description="ep"),
+    axis=widgets.ToggleButtons(options=["tp", "dp", "ep", "pp"], value="dp", description="groups along"),
+)
 
 # %% [markdown]
 # ## 2 · What a rank holds
@@ -68,35 +93,67 @@ for rank in range(8):
 check(state_of_a_rank)
 
 # %% [markdown]
-# The articles' largest layout: 16 × 8 × 8 ranks, for 128 layers of width 8,192. They do not say which factor is which.
-# Here is what a GPU would hold, in bf16 with fp32 master weights and Adam, if the 16 are pipeline stages, tp or dp:
+# One of the articles lists a layout: dp 16, tp 8, pp 8, for 128 layers of width 8,192. That is 1,024 GPUs, and, dense,
+# 85 billion parameters. What would a GPU hold, in bf16 with fp32 master weights and Adam? And if the 16 went to tp, or
+# to the pipeline?
 
 # %% tags=["nbval-check-output"]
 config, MIXED = lab.dense_config(), (2, 2, 12)
-print("                                weights, gradients, optimizer state of the fullest GPU, in GB")
-for dp, tp, pp in ((8, 8, 16), (8, 16, 8), (16, 8, 8)):
+LAYOUTS = ((16, 8, 8), (8, 16, 8), (8, 8, 16))
+print("weights, gradients, optimizer state of the fullest GPU, in GB")
+for dp, tp, pp in LAYOUTS:
     for stage in (0, 1):
         layout = ParallelConfig(dp=dp, tp=tp, pp=pp, zero_stage=stage)
         states = [state_of_a_rank(config, layout, rank, 1024, MIXED) for rank in range(pp)]
         fullest = max(states, key=lambda state: sum(state.values()))
-        sizes = ", ".join(f"{size / 1e9:5.2f}" for size in fullest.values())
-        print(f"dp {dp:2}, tp {tp:2}, pp {pp:2}, ZeRO-{stage}:   {sizes}   {sum(fullest.values()) / 1e9:6.2f}")
+        held = ", ".join(f"{size / 1e9:5.2f}" for size in fullest.values())
+        print(f"dp {dp:2}, tp {tp:2}, pp {pp:2}, ZeRO-{stage}:   {held}   {sum(fullest.values()) / 1e9:6.2f}")
 
 # %% [markdown]
-# All of them fit in 80 GB, so memory does not choose. What does? tp sends four sums of activations a layer, in the
-# middle of the work, and nodes have eight GPUs: tp 16 sends half of them between nodes. Seconds per layer and
-# micro-batch of 4,096 tokens, for links of 400 GB/s inside a node and 50 GB/s between nodes:
+# A third of an 80 GB GPU, or less. But a pipeline also keeps activations, of as many micro-batches as it has stages
+# (chapter 06). With 64 micro-batches of 4,096 tokens, and sequence parallelism:
 
 # %% tags=["nbval-check-output"]
-activations = 2 * 4096 * 8192
-for tp, bandwidth in ((8, 400e9), (16, 50e9)):
-    seconds = 4 * 2 * (tp - 1) / tp * activations / bandwidth
-    work = 6 * 4096 * (12 * 8192**2) / tp / 400e12
-    print(f"tp {tp:2}: {seconds * 1e3:4.2f} ms of messages beside {work * 1e3:4.2f} ms of work (at 400 TFLOP/s)")
+from deepseek_lab.plan.memory import estimate
+
+
+def gigabytes(**settings):
+    """Of the fullest GPU of the listed layout: state and activations."""
+    layout = ParallelConfig(dp=16, tp=8, pp=8, sequence_parallel=True, **settings)
+    sizes = {"micro_batch_size": 1, "seq_len": 4096, "micro_batches": 64}
+    need = estimate(config, layout, precision="mixed", world_size=1024, **sizes)
+    state = sum(need[kind] for kind in ("parameters", "gradients", "optimizer"))
+    return state / 1e9, (sum(need.values()) - state) / 1e9
+
+
+for name, settings in (("as listed", {}), ("ZeRO-1", {"zero_stage": 1}), ("recomputation", {"recompute": "full"})):
+    state, activations = gigabytes(**settings)
+    print(f"{name:14} state {state:5.1f} GB, activations {activations:5.1f} GB, together {state + activations:5.1f} GB")
 
 # %% [markdown]
-# Inside a node the messages cost a fifth of the work's time. Across nodes they take three times as long as the work. So
-# the 16 should not be tp.
+# As listed it does not fit, and not because of the state. With ZeRO-1, or with recomputation, it does.
+#
+# So why not tp 16, whose GPUs hold the least? tp sends four sums of activations a layer, in the middle of the work, and
+# nodes have eight GPUs. Milliseconds per layer and micro-batch, at 400 GB/s inside a node and 50 GB/s between nodes.
+# Between two nodes there may be one such link, or one for each GPU; then eight parts of a sum cross at once:
+
+# %% tags=["nbval-check-output"]
+from deepseek_lab.plan.network import ring_all_reduce_seconds
+
+sum_bytes = 2 * 4096 * 8192  # one sum: 4,096 tokens, bf16
+inside = ring_all_reduce_seconds(sum_bytes, 8, 0, 400e9)
+waits = {
+    "tp 8, inside a node": (8, inside),
+    "tp 16, a link for each GPU": (16, inside + ring_all_reduce_seconds(sum_bytes / 8, 2, 0, 50e9)),
+    "tp 16, one link": (16, ring_all_reduce_seconds(sum_bytes, 16, 0, 50e9)),
+}
+for name, (tp, seconds) in waits.items():
+    work = 6 * 4096 * (12 * 8192**2) / tp / 400e12
+    print(f"{name:27} {4 * seconds * 1e3:5.2f} ms of messages beside {work * 1e3:4.2f} ms of work (at 400 TFLOP/s)")
+
+# %% [markdown]
+# Inside a node the messages add a fifth to the work. Between nodes they add more than half with eight links, and with
+# one they take three times as long as the work. The 16 belongs to an axis that talks less.
 #
 # ## 3 · With whom to add up
 #
@@ -156,21 +213,42 @@ print(f"{len(worst)} of {len(alone)} parameters compared; the worst is off by {m
 # matrix: the tests of this package run 30 of them at each change, and 210 under `make parity`, in which every three
 # settings meet.
 #
-# What would a mistake look like? Here experts are added up over all of dp, as everything else:
+# What would a mistake look like? Here are three, on the same eight ranks: experts are added up over all of dp, as
+# everything else is; partial gradients are not added up over tp; the two ends of the pipeline keep their own gradient
+# of the table that they share.
 
 
 # %%
-def all_alike(layout, twice):
-    return ["dp"] + ["tp"] * layout.partial + ["ends"] * twice
+MISTAKES = {
+    "yours": gradient_axes,
+    "experts over dp": lambda layout, twice: ["dp"] + ["tp"] * layout.partial + ["ends"] * twice,
+    "no sum over tp": lambda layout, twice: ["edp" if layout.expert else "dp"] + ["ends"] * twice,
+    "ends apart": lambda layout, twice: ["edp" if layout.expert else "dp"] + ["tp"] * layout.partial,
+}
 
 
-ran = run_ranks(gradients, 8, EIGHT, overrides={"deepseek_lab.parallel.engine.gradient_axes": all_alike})
-off = lab.deviations([found for found, _ in ran], alone)
-print("wrong:", ", ".join(sorted({name.split(".", 2)[-1] for name, far in off.items() if far > 1e-9})))
-print(f"norm: {ran[0][1]:.4f}, and of one process {norm_alone:.4f}")
+def try_all(parallel, mistakes):
+    from deepseek_lab import slots
+
+    found = {}
+    for name, axes in mistakes.items():
+        with slots.filled({"deepseek_lab.parallel.engine.gradient_axes": axes}):
+            found[name] = gradients(parallel)
+    return found
+
+
+tried = run_ranks(try_all, 8, EIGHT, MISTAKES)
+off = {name: lab.by_kind(lab.deviations([found[name][0] for found in tried], alone)) for name in MISTAKES}
+with theme.figure(figsize=(7, 1.8)) as (figure, axes):
+    draw.draw_deviations(axes, off)
+show_figure(figure)
+for name in MISTAKES:
+    print(f"{name:16} gradient norm {tried[0][name][1]:.4f}, of one process {norm_alone:.4f}")
 
 # %% [markdown]
-# Two different experts have been added up. Nothing crashes, shapes agree, and the loss of this step is right.
+# Each mistake spoils its own kinds of parameters, and leaves the others right to the last digits. Nothing crashes,
+# shapes agree, and the loss of this step is right in all four. Adding up two different experts hardly shows in the
+# norm, either. So gradients must be compared one by one.
 #
 # ## 4 · How often a number is there
 #
@@ -186,14 +264,15 @@ check(copies_of)
 
 # %%
 COUNTED = {**SUMS, "deepseek_lab.parallel.engine.copies_of": copies_of}
-print(f"one process                    {norm_alone:.12f}")
-for name, layout in {
+OTHERS = {
     "tp 2 x dp 2 x pp 2, ep 2, ZeRO-1": EIGHT,
     "dp 8, ep 4": ParallelConfig(ep=4),
     "dp 4 x tp 2, ep 2": ParallelConfig(tp=2, ep=2),
-}.items():
-    norms = {f"{norm:.12f}" for _, norm in run_ranks(gradients, 8, layout, overrides=COUNTED)}
-    print(f"{name:33}", *sorted(norms))
+}
+every = run_ranks(lambda: [gradients(layout)[1] for layout in OTHERS.values()], 8, overrides=COUNTED)
+print(f"{'one process':33} {norm_alone:.12f}")
+for name, norms in zip(OTHERS, zip(*every, strict=True), strict=True):
+    print(f"{name:33}", *sorted({f"{norm:.12f}" for norm in norms}))
 
 # %% [markdown]
 # One number on all eight ranks, to the last digits but one or two, whatever the layout.
@@ -201,7 +280,7 @@ for name, layout in {
 # ### Find the bug
 #
 # Somebody writes the training step the other way round: each rank divides its loss by its own tokens, and gradients are
-# averaged over the ranks that share them. For data parallelism, and equally long rows, that is the same. Here are 20
+# averaged over the ranks that share them. For data parallelism, and equally long rows, that is the same. Here are ten
 # steps of both on four ranks, without expert parallelism and with it:
 
 # %%
@@ -210,14 +289,28 @@ from deepseek_lab.data.tokenizer import load_tokenizer
 from deepseek_lab.data.tokens import prepare
 
 tokens = prepare(load_corpus(None), load_tokenizer(None))
+STEPS = {"right": lab.right_step, "suspect": lab.suspect_step}
+
+
+def compare(ep):
+    return {name: lab.train(step, ParallelConfig(ep=ep), tokens) for name, step in STEPS.items()}
+
+
+seen = run_ranks(lambda: {ep: compare(ep) for ep in (1, 2, 4)}, 4)[0]
 print("             loss: first, last      norm: first, last")
-for ep in (1, 2, 4):
-    for name, step in (("right", lab.right_step), ("suspect", lab.suspect_step)):
-        losses, norms, _ = run_ranks(lab.train, 4, step, ParallelConfig(ep=ep), tokens)[0]
+for ep, by_name in seen.items():
+    for name, (losses, norms, _) in by_name.items():
         print(f"ep {ep}, {name:7}   {losses[0]:.4f}  {losses[-1]:.4f}      {norms[0]:.4f}  {norms[-1]:.4f}")
 
 # %% [markdown]
-# The losses agree to four digits, even after 20 steps. Look at the norms. What is wrong, and for which parameters?
+# The losses agree to four digits, even after ten steps. Look at the norms. What is wrong, and for which parameters?
+# Here is the suspect:
+
+# %%
+import inspect
+
+print(inspect.getsource(lab.suspect_step))
+print(inspect.getsource(lab.averaged))
 
 # %%
 hint("9-bug")
@@ -241,20 +334,23 @@ from deepseek_lab.viz.pipeline import draw_schedule
 
 settings = RunConfig(
     model=lab.small_config(num_hidden_layers=4),
-    data=DataConfig(seq_len=64),
+    data=DataConfig(seq_len=32),
     train=TrainConfig(steps=12, global_batch_size=8, micro_batch_size=1),
     parallel=ParallelConfig(tp=2, pp=2, ep=2, zero_stage=1),
 )
 AXIS = {"deepseek_lab.train.recorded.axis_of": axis_of}
 step, _ = run_ranks(lab.record_step, 8, settings, tokens, overrides={**COUNTED, **AXIS}, timeout=120)[0]
-for axis, of in sorted(step.axes.items(), key=lambda item: -item[1]["share"]):
-    print(f"{axis:6} a rank waited {of['share']:4.0%} of the step, and sent {of['bytes'] / 1e3:8,.1f} kB")
+with theme.figure(figsize=(7, 2.2)) as (figure, axes):
+    draw.draw_waiting(axes, step.axes)
+show_figure(figure)
 show_figure(draw_schedule(step.pipeline, f"step {step.step}, the ranks of one pipeline"))
 
 # %% [markdown]
-# Eight ranks on two cores wait for each other more than they work, and small messages cost as much as large ones. The
-# order of the bytes is the lesson: what tp and ep send grows with every token, what dp sends with the parameters, and
-# the pipeline sends least of all. That is why tp sits inside a node and the pipeline between nodes.
+# Eight ranks on a few cores wait for each other more than they work, so the shares of two runs differ. What stays: dp
+# hands over the most bytes and waits little, since it sends once a step, while backward goes on. tp and ep send in the
+# middle of every layer, and nothing can be done until the answer is there. Their bytes grow with every token, those of
+# dp with the parameters only. That is why tp sits innermost, on the fastest links. What pp waits for is not its
+# few bytes but the bubble: the gaps of the second picture.
 #
 # ## 6 · What the articles say
 
@@ -262,7 +358,7 @@ show_figure(draw_schedule(step.pipeline, f"step {step.step}, the ranks of one pi
 claims_table("09")
 
 # %% [markdown]
-# 16 × 8 × 8 are 1,024 GPUs; section 2 shows what each would hold. And the pipeline's bubble, with 8 or 16 stages?
+# Section 2 shows what each of the 1,024 GPUs would hold. And the pipeline's bubble, with 8 or 16 stages?
 
 # %% tags=["nbval-check-output"]
 from deepseek_lab.plan.schedules import build_schedule, simulate
@@ -273,13 +369,15 @@ for stages in (8, 16):
     print(f"1F1B, {stages:2} stages    " + "".join(f"{rate:7.1%}" for rate in rates))
 
 # %% [markdown]
+# With dp 16 and 64 micro-batches of 4,096 tokens a batch has 4 million tokens, and a tenth of the time is bubble.
+# Smaller batches have more.
+#
 # The other claim: begin with about 100 million parameters, and learn (and scale) in the order data, tensor, pipeline.
 # What does a model of 100 million need?
 
 # %% tags=["nbval-check-output"]
-from deepseek_lab.plan.memory import estimate
-
-small = lab.dense_config(12, 768, vocab_size=32768, num_attention_heads=12, kv_lora_rank=128, q_lora_rank=None)
+NARROW = {"kv_lora_rank": 128, "q_lora_rank": None, "vocab_size": 32768, "tie_word_embeddings": True}
+small = lab.dense_config(12, 768, **NARROW)  # 104 million
 for name, layout, ranks in (
     ("one GPU", ParallelConfig(), 1),
     ("dp 8", ParallelConfig(), 8),
@@ -289,10 +387,25 @@ for name, layout, ranks in (
     print(f"{name:13} {sum(need.values()) / 1e9:5.1f} GB, of which state {sum(list(need.values())[:3]) / 1e9:4.1f}")
 
 # %% [markdown]
-# It fits on one GPU, with nothing split. As an order to learn in, that is right: this course took it. As an order to
-# scale in, it holds for dense models: first dp with ZeRO, until a layer no longer fits or the batch cannot grow, then
-# tp inside the node, then the pipeline. With experts there is a better one: DeepSeek-V3 used no tp at all in training,
-# but 16 pipeline stages and experts over 64 ranks (arXiv 2412.19437, section 3.2).
+# It fits on one GPU, with nothing split. As an order to learn in, that is right: this course took it. And to scale in?
+# How far does each step carry, if half of an 80 GB GPU is for the state?
+
+# %% tags=["nbval-check-output"]
+from deepseek_lab.plan.memory import zero_state_bytes
+
+for name, parts, stage in (
+    ("dp", 1, 0),
+    ("dp 64, ZeRO-1", 1, 1),
+    ("the same, tp 8", 8, 1),
+    ("the same, tp 8 and pp 8", 64, 1),
+):
+    bytes_each = sum(zero_state_bytes(64_000, 64, stage, *MIXED).values()) / 64_000
+    print(f"{name:24} {parts * 40 / bytes_each:6.1f} billion parameters, at {bytes_each:5.2f} bytes each")
+
+# %% [markdown]
+# So the order holds for dense models: first dp with ZeRO, until the model no longer fits or the batch cannot grow, then
+# tp inside the node, then the pipeline. With experts there is another one: DeepSeek-V3 used no tp at all in
+# training, but 16 pipeline stages and experts over 64 ranks (arXiv 2412.19437, section 3.2).
 #
 # ## 7 · At scale
 #

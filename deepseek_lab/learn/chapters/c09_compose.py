@@ -424,7 +424,7 @@ def small_config(**changes: Any) -> DeepSeekConfig:
     return DeepSeekConfig.preset("tiny", tie_word_embeddings=True, **{**sizes, **changes})
 
 
-def train(step, parallel, tokens, *, steps=20, rows=8, seq_len=32):
+def train(step, parallel, tokens, *, steps=10, rows=8, seq_len=32):
     """On a rank: losses and global gradient norms of `steps` of AdamW, in which `step` makes the pass.
 
     Also, after the first pass, the norm of the experts' gradients on this rank, and of all others.
@@ -479,6 +479,27 @@ def deviations(found, reference):
             off = (gradient - reference[name]).norm() / reference[name].norm()
             worst[name] = max(worst.get(name, 0.0), off.item())
     return worst
+
+
+def kind_of(name):
+    """What kind of parameter it is, as far as sums over ranks go."""
+    if ".experts." in name:
+        return "experts"
+    if "embed_tokens" in name:
+        return "tied table"
+    if ".mlp.gate." in name:
+        return "router"
+    if "_a_" in name:
+        return "latents"
+    return "norms" if "norm" in name else "matrices"
+
+
+def by_kind(worst):
+    """The largest of the `deviations` of each kind of parameter."""
+    kinds: dict[str, float] = {}
+    for name, off in worst.items():
+        kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), off)
+    return dict(sorted(kinds.items()))
 
 
 def dense_config(layers=128, width=8192, **changes: Any) -> DeepSeekConfig:
