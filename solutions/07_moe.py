@@ -132,7 +132,7 @@ for name, scores in (("softmax", lambda x: x.softmax(dim=-1)), ("sigmoid", torch
 #
 # V3's 256 experts sit on 8 nodes. A token whose 8 experts lie on 8 nodes is sent 8 times over the slow network between
 # them. So experts form groups, one a node, and a token may visit only its best 4 groups. How good is a group? V3 adds
-# up the scores of its two best experts; V2 looks at the best alone (`members`).
+# up the scores of its two best experts; V2 looks at the best alone (the argument `members` is 2 or 1).
 #
 # ### Exercise 7.2 · `choose_experts`  (core, 20 minutes)
 #
@@ -221,7 +221,8 @@ for rank, language in enumerate(LANGUAGES):
 #
 # ### Exercise 7.4 · `balance_experts`  (core, 15 minutes)
 #
-# All layers in one message: `visits_E` of each router, added up over the ranks of `group`.
+# All layers in one message: `visits_E` of each router, added up over the ranks of `group`. A router without a bias has
+# no attribute `e_score_correction_bias` and stays out of the message; where no router has one, nothing is sent.
 
 # %% exercise: deepseek_lab.train.optim.balance_experts
 
@@ -338,7 +339,7 @@ with theme.figure(figsize=(7, 2.6)) as (figure, axes):
 show_figure(figure)
 
 # %% [markdown]
-# Without balance most visits are dropped, while half of the experts have room to spare. With the bias it gets better
+# Without balance most visits are dropped, while two thirds of the experts stand idle. With the bias it gets better
 # step by step, but not good: it evens out the load of the whole batch, and one sequence is not the batch. And if the
 # capacity were larger?
 

@@ -81,6 +81,10 @@ def narrows(scores_TE, index_TK, normalise, scale):
     return moe.combine_weights(scores_TE.float(), index_TK, normalise, scale)
 
 
+def widens_the_weights(scores_TE, index_TK, normalise, scale):
+    return moe.combine_weights(scores_TE.double(), index_TK, normalise, scale)
+
+
 def overwrites_scores(scores_TE, index_TK, normalise, scale):
     scores_TE.data.mul_(scale)
     return moe.combine_weights(scores_TE, index_TK, normalise, scale if normalise else 1.0)
@@ -135,6 +139,14 @@ def returns_a_mask(scores_TE, k, n_group=1, topk_group=1, members=1):
     return torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, index, True)
 
 
+def by_number(scores_TE, k, n_group=1, topk_group=1, members=1):
+    return moe.choose_experts(scores_TE, k, n_group, topk_group, members).sort(dim=-1).values
+
+
+def worst_first(scores_TE, k, n_group=1, topk_group=1, members=1):
+    return moe.choose_experts(scores_TE, k, n_group, topk_group, members).flip(-1)
+
+
 def closes_in_place(scores_TE, k, n_group=1, topk_group=1, members=1):
     index = moe.choose_experts(scores_TE, k, n_group, topk_group, members)
     scores_TE.data.scatter_(1, index, float("-inf"))
@@ -179,6 +191,16 @@ def moves_in_place(bias_E, visits_E, rate):
 def also_in_place(bias_E, visits_E, rate):
     bias_E.data.copy_(moe.router_bias_step(bias_E, visits_E, rate))
     return bias_E.clone()
+
+
+def clamps_the_bias(bias_E, visits_E, rate):
+    return moe.router_bias_step(bias_E, visits_E, rate).clamp(-1, 1)
+
+
+def resets_the_counts(bias_E, visits_E, rate):
+    new_E = moe.router_bias_step(bias_E, visits_E, rate)
+    visits_E.zero_()
+    return new_E
 
 
 def widens_the_bias(bias_E, visits_E, rate):
@@ -266,6 +288,31 @@ def past_the_door(model, rate, group=None):
         _move(routers, visits_LE, rate)
 
 
+def two_routers(model, rate, group=None):
+    routers = _biased(model)[:2]
+    if routers:
+        _move(routers, collectives.all_reduce(torch.stack([router.visits_E for router in routers]), group), rate)
+
+
+def counts_in_fp32(model, rate, group=None):
+    routers = _biased(model)
+    if routers:
+        table = torch.stack([router.visits_E.float() for router in routers])
+        _move(routers, collectives.all_reduce(table, group), rate)
+
+
+def counts_all_routers(model, rate, group=None):
+    routers = list(model.routers().values())
+    table = collectives.all_reduce(torch.stack([router.visits_E for router in routers]), group)
+    rows = [row for router, row in zip(routers, table, strict=True) if hasattr(router, "e_score_correction_bias")]
+    _move(_biased(model), rows, rate)
+
+
+def stacks_nothing(model, rate, group=None):
+    routers = _biased(model)
+    _move(routers, collectives.all_reduce(torch.stack([router.visits_E for router in routers]), group), rate)
+
+
 def stays_away(model, rate, group=None):
     routers = _biased(model)
     if not routers or not any(router.visits_E.any() for router in routers):
@@ -309,6 +356,23 @@ def counts_padding(scores_BTE, index_BTK, real_BT):
 def over_the_batch(scores_BTE, index_BTK, real_BT):
     flat = [x.flatten(0, 1)[None] for x in (scores_BTE, index_BTK, real_BT)]
     return moe.sequence_balance_loss(*flat).expand(len(scores_BTE))
+
+
+def _at_the_end(real_BT):
+    return torch.arange(real_BT.shape[1]) < real_BT.sum(dim=1, keepdim=True)
+
+
+def pads_behind(scores_BTE, index_BTK, real_BT):
+    return moe.sequence_balance_loss(scores_BTE, index_BTK, _at_the_end(real_BT))
+
+
+def at_least_two(scores_BTE, index_BTK, real_BT):
+    n_B = real_BT.sum(dim=1)
+    return moe.sequence_balance_loss(scores_BTE, index_BTK, real_BT) * (n_B / n_B.clamp(min=2)) ** 2
+
+
+def widens_the_loss(scores_BTE, index_BTK, real_BT):
+    return moe.sequence_balance_loss(scores_BTE.double(), index_BTK, real_BT)
 
 
 def by_padded_length(scores_BTE, index_BTK, real_BT):
@@ -369,6 +433,19 @@ def _by_choice(scores_BTE, index_BTK):
 def later_of_equals(scores_BTE, index_BTK, real_BT, factor):
     flipped = moe.drop_beyond_capacity(scores_BTE.flip(1), index_BTK.flip(1), real_BT.flip(1), factor)
     return flipped.flip(1)
+
+
+def ignores_the_choice(scores_BTE, index_BTK, real_BT, factor):
+    E, K = scores_BTE.shape[-1], index_BTK.shape[-1]
+    capacity_B = (factor * K * real_BT.sum(dim=1) / E).ceil()
+    chosen = torch.zeros_like(scores_BTE, dtype=torch.bool).scatter(2, scores_BTE.topk(K, dim=-1).indices, True)
+    chosen = chosen & real_BT[..., None]
+    line = scores_BTE.masked_fill(~chosen, float("-inf")).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return index_BTK.where((chosen & (line < capacity_B[:, None, None])).gather(2, index_BTK), E)
+
+
+def drops_behind(scores_BTE, index_BTK, real_BT, factor):
+    return moe.drop_beyond_capacity(scores_BTE, index_BTK, _at_the_end(real_BT), factor)
 
 
 def one_capacity(scores_BTE, index_BTK, real_BT, factor):
@@ -434,6 +511,7 @@ WRONG = [
     Wrong("7.1", unit_length, "divided by the length, so that squares add up to 1"),
     Wrong("7.1", a_column_each, "a column for every expert, not for every visit"),
     Wrong("7.1", narrows, "fp64 is lost on the way"),
+    Wrong("7.1", widens_the_weights, "the type of the scores is lost"),
     Wrong("7.1", overwrites_scores, "it works on its input"),
     Wrong("7.2", no_groups, "groups are passed over"),
     Wrong("7.2", _choice(lambda groups, m: groups.sum(dim=-1)), "a group is scored by all of its experts"),
@@ -447,6 +525,8 @@ WRONG = [
     Wrong("7.2", lowest, "the lowest scores are chosen"),
     Wrong("7.2", returns_scores, "the scores of the chosen, not their numbers"),
     Wrong("7.2", returns_a_mask, "a mask, not numbers"),
+    Wrong("7.2", by_number, "in the order of their numbers, not the best first"),
+    Wrong("7.2", worst_first, "the worst of the chosen comes first"),
     Wrong("7.2", closes_in_place, "it works on its input"),
     Wrong("7.3", _bias(lambda v: v - _mean(v)), "busy experts are raised"),
     Wrong("7.3", _bias(lambda v: _mean(v) - v, of=lambda e: e), "the step grows with the error"),
@@ -465,6 +545,8 @@ WRONG = [
     Wrong("7.3", forgets_the_bias, "the old bias is forgotten"),
     Wrong("7.3", integer_mean, "the mean is rounded to an integer"),
     Wrong("7.3", as_a_factor, "the step is a factor"),
+    Wrong("7.3", clamps_the_bias, "the bias is kept between -1 and 1"),
+    Wrong("7.3", resets_the_counts, "it works on the counts"),
     Wrong("7.3", moves_in_place, "the bias is moved in place, and nothing is returned"),
     Wrong("7.3", also_in_place, "it works on its input"),
     Wrong("7.3", widens_the_bias, "the type of the bias is lost"),
@@ -477,9 +559,16 @@ WRONG = [
     Wrong("7.4", a_message_each, "a message for every layer"),
     Wrong("7.4", gathers_counts, None),
     Wrong("7.4", past_the_door, "it goes past our own door"),
+    Wrong("7.4", two_routers, "made for two routers"),
+    Wrong("7.4", counts_in_fp32, "large counts are rounded"),
+    Wrong("7.4", counts_all_routers, "a router without a bias is counted, too"),
+    Wrong("7.4", stacks_nothing, "it fails where no router has a bias"),
     Wrong("7.4", stays_away, "a rank without visits stays away"),
     Wrong("7.4", talks_of_nothing, "it talks when there is nothing to say"),
     Wrong("7.5", counts_padding, "padding counts, too"),
+    Wrong("7.5", pads_behind, "padding is taken to stand at the end"),
+    Wrong("7.5", at_least_two, "a sequence of one token counts as two"),
+    Wrong("7.5", widens_the_loss, "the type of the scores is lost"),
     Wrong("7.5", over_the_batch, "balanced over the batch, not in each sequence"),
     Wrong("7.5", by_padded_length, "divided by the padded length"),
     Wrong(
@@ -504,6 +593,8 @@ WRONG = [
     Wrong("7.5", normalises_in_place, "it works on its input"),
     Wrong("7.6", _drop(place=_by_position), "the first tokens stay, whatever their scores"),
     Wrong("7.6", _drop(place=_by_choice), "first choices stay before second ones, whatever their scores"),
+    Wrong("7.6", ignores_the_choice, "the K largest scores stand in line, whoever was chosen"),
+    Wrong("7.6", drops_behind, "padding is taken to stand at the end"),
     Wrong("7.6", _drop(place=lambda scores, index: -scores), "the lowest scores stay"),
     Wrong("7.6", later_of_equals, "of equal scores the later tokens stay"),
     Wrong("7.6", one_capacity, "capacity of the whole batch, not of each sequence"),

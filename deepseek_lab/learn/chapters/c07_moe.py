@@ -48,15 +48,24 @@ def _kind(expected):
 
 
 def _run(fn, case):
-    """`fn` on copies of the case's tensors, whose floats ask for gradients: its result, the copies, which changed."""
+    """`fn` on copies of the case's tensors, whose floats ask for gradients: result, gradient, arguments it changed."""
     copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in case]
     floats = [x.requires_grad_() for x in copies if isinstance(x, torch.Tensor) and x.is_floating_point()]
     got = fn(*copies)
-    changed = any(isinstance(x, torch.Tensor) and not torch.equal(x, c) for x, c in zip(case, copies, strict=True))
+    pairs = enumerate(zip(case, copies, strict=True))
+    changed = [n for n, (x, c) in pairs if isinstance(x, torch.Tensor) and not torch.equal(x, c)]
     gradient = None
     if isinstance(got, torch.Tensor) and got.requires_grad and floats:
         (gradient,) = torch.autograd.grad((got * _numbers(*got.shape, seed=7)).sum(), floats[0], allow_unused=True)
     return got.detach() if isinstance(got, torch.Tensor) else got, gradient, changed
+
+
+def _widened(fn, scores, *rest):
+    """A verdict on a `fn` that gives no fp32 for scores in fp32, or None."""
+    kind = str(fn(scores.float(), *rest).dtype).removeprefix("torch.")
+    if kind == "float32":
+        return None
+    return wrong("Right, but scores in fp32 do not stay so.", "the type of the scores is lost", [("", "float32", kind)])
 
 
 def _known(known, cases, got):
@@ -139,6 +148,8 @@ def grade_combine_weights(fn) -> Verdict:
         half = all(close(r[1], p) for r, p in zip(runs, parts, strict=True))
         name = "the sum is detached: half of the gradient is lost" if half else None
         return wrong("The weights are right, their gradient is not.", name, rows)
+    if widened := _widened(fn, *cases["normalised"]):
+        return widened
     return ok("One weight a visit, and the scores get their gradient through it.", rows[:2])
 
 
@@ -211,6 +222,7 @@ def grade_choose_experts(fn) -> Verdict:
         return wrong("This is no table of K expert numbers a token.", name, kinds[:2])
     if any(changed for *_, changed in runs):
         return wrong("The caller's scores have changed.", "it works on its input")
+    in_order = [(n, a, r[0]) for n, a, r in zip(cases, asked, runs, strict=True)]
     got = [r[0].sort(dim=-1).values for r in runs]
     asked = [a.sort(dim=-1).values for a in asked]
     rows = [(f"{n}, token 0", a[0], g[0]) for n, a, g in zip(cases, asked, got, strict=True)]
@@ -222,6 +234,14 @@ def grade_choose_experts(fn) -> Verdict:
     if bad:
         name = _known({n: in_any_order(f) for n, f in known.items()}, cases, got)
         return wrong("These are not the experts to visit.", name, bad)
+    if moved := [(n, a, g, int((a != g).any(dim=-1).int().argmax())) for n, a, g in in_order if not torch.equal(a, g)]:
+        order = None
+        if all(torch.equal(g, a.flip(-1)) for _, a, g in in_order):
+            order = "the worst of the chosen comes first"
+        elif all(torch.equal(g, a) for (*_, g), a in zip(in_order, asked, strict=True)):
+            order = "in the order of their numbers, not the best first"
+        rows = [(f"{n}, token {t}", a[t], g[t]) for n, a, g, t in moved]
+        return wrong("These are the experts to visit, but the best should come first.", order, rows)
     return ok("The best experts of the best groups.", rows[:3])
 
 
@@ -235,13 +255,14 @@ def _true_bias(bias, visits, rate, error=None):
 
 
 def grade_router_bias_step(fn) -> Verdict:
-    """Two layers at once, one of which is busier; a count just below a mean that is no integer; one exactly at it."""
+    """Two layers at once, one of which is busier; a mean that is no integer; a count exactly at it; a large bias."""
     bias = _numbers(2, 4) / 10
     cases = {
         "two layers": (bias, torch.tensor([[7, 1, 2, 0], [40, 40, 44, 36]]), 0.25),
         "one layer": (bias[0], torch.tensor([9, 0, 0, 0]), 2**-7),
         "a busy median": (bias[0], torch.tensor([6, 6, 6, 0]), 2**-7),
         "mean 2.5": (bias[0], torch.tensor([3, 2, 4, 1]), 0.5),
+        "a large bias": (40 * bias[0], torch.tensor([3, 2, 4, 1]), 0.5),
     }
 
     def with_error(error, of=torch.sign):
@@ -263,17 +284,20 @@ def grade_router_bias_step(fn) -> Verdict:
         "the rate is built in": lambda b, v, r: _true_bias(b, v, 0.001),
         "the old bias is forgotten": lambda b, v, r: _true_bias(torch.zeros_like(b), v, r),
         "the mean is rounded to an integer": with_error(lambda v: mean(v).floor() - v),
+        "the bias is kept between -1 and 1": lambda b, v, r: _true_bias(b, v, r).clamp(-1, 1),
         "the step is a factor": lambda b, v, r: b * (1 + r * (mean(v.double()) - v).sign()),
     }
     runs = [_run(fn, case) for case in cases.values()]
     asked = [_true_bias(*case) for case in cases.values()]
     kinds = [(name, _kind(a), _unlike(a, r[0])) for name, a, r in zip(cases, asked, runs, strict=True)]
     if any(k for *_, k in kinds):
-        moved = all(changed for *_, changed in runs)
+        moved = all(0 in changed for *_, changed in runs)
         name = "the bias is moved in place, and nothing is returned" if moved else None
         return wrong("It should return a bias of the same type and shape.", name, kinds)
+    if any(0 in changed for *_, changed in runs):
+        return wrong("The old bias has changed; return a new one.", "it works on its input")
     if any(changed for *_, changed in runs):
-        return wrong("The new bias is right, but the old one has changed, too.", "it works on its input")
+        return wrong("`visits_E` has changed: counts are the caller's, to read only.", "it works on the counts")
     rows = [(name, a, r[0]) for name, a, r in zip(cases, asked, runs, strict=True)]
     if not all(close(g, e) for _, e, g in rows):
         name = _known(known, cases, [r[0] for r in runs])
@@ -290,21 +314,27 @@ def grade_router_bias_step(fn) -> Verdict:
 # --- 7.4 global counts ----------------------------------------------------------------------------------------
 
 
-class _TwoLayers:
-    """Stands in for a model: two routers with a bias, and between them one without."""
+class _Layers:
+    """Stands in for a model: a router for each row of `visits`; all have a bias, but for the one named "plain"."""
 
-    def __init__(self, rank):
+    def __init__(self, names, visits):
         config = DeepSeekConfig(n_routed_experts=4, num_experts_per_tok=1, n_group=1, topk_group=1)
         plain = dataclasses.replace(config, topk_method="greedy")
-        self.all = {name: Router(c) for name, c in (("a", config), ("plain", plain), ("b", config))}
-        for router, visits in zip(self.all.values(), VISITS[rank], strict=True):
-            router.visits_E += torch.tensor(visits)
+        self.all = {name: Router(plain if name == "plain" else config) for name in names}
+        for router, visits_E in zip(self.all.values(), visits, strict=True):
+            router.visits_E += torch.tensor(visits_E)
 
     def routers(self):
         return self.all
 
+    def biased(self):
+        return [router for name, router in self.all.items() if name != "plain"]
+
     def biases(self):
-        return torch.stack([self.all[name].e_score_correction_bias.clone() for name in ("a", "b")])
+        return torch.stack([router.e_score_correction_bias.clone() for router in self.biased()])
+
+    def left(self):
+        return sum(int(router.visits_E.sum()) for router in self.biased())
 
 
 # Per rank, for each router: ranks 0 and 2 are one group, 1 and 3 the other; rank 3 has seen nothing.
@@ -314,11 +344,18 @@ VISITS = [
     ([1, 2, 2, 7], [5, 1, 1, 5], [3, 4, 0, 5]),
     ([0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]),
 ]
+MANY = 2**24  # from here on fp32 does not hold every integer
+LARGE = [
+    ([MANY + 1, MANY, MANY, MANY - 1], *VISITS[0][1:]),
+    ([MANY - 1, MANY, MANY + 1, MANY], *VISITS[1][1:]),
+    ([2, 2, 2, 2], *VISITS[2][1:]),
+    VISITS[3],
+]
 RATE = 0.125
 
 
 def grade_balance_experts(fn) -> Verdict:
-    """Four ranks in two groups, each with visits of its own; then a second step, in which nobody is visited."""
+    """Four ranks in two groups, each with visits of its own; then without a visit; three routers; without a bias."""
     try:
         seen = run_ranks(_observe_balance, R, timeout=LIMIT_S, overrides={BALANCE: fn})
     except RankTimeout as timeout:
@@ -343,6 +380,8 @@ def grade_balance_experts(fn) -> Verdict:
     if not all(close(g, e) for e, g in zip(asked, got, strict=True)):
         same = (n for n, w in known.items() if all(close(g, e) for g, e in zip(got, w, strict=True)))
         return wrong("These are not the biases after a step.", next(same, None), rows)
+    if verdict := _three_layers([s["three"] for s in seen]):
+        return verdict
     if any(s["left"] for s in seen):
         left = [(f"visits after the step, rank {r}", 0, s["left"]) for r, s in enumerate(seen)]
         return wrong("The bias is right, but the next step starts with these visits.", "counts are never reset", left)
@@ -354,37 +393,77 @@ def grade_balance_experts(fn) -> Verdict:
     if len(sent) > 1:
         name = "a message for every layer" if {op for op, _ in sent} == {"all_reduce"} else None
         return wrong("The biases are right, but one message is enough.", name, [("sent", [("all_reduce", 64)], sent)])
+    if sent[0] in (("all_reduce", 96), ("all_reduce", 48)):  # three rows of int64 or int32
+        return wrong(
+            "The biases are right, but the message has a row for the router without a bias, too.",
+            "a router without a bias is counted, too",
+            [("sent", ("all_reduce", 64), sent[0])],
+        )
     if sent[0][0] != "all_reduce" or sent[0][1] > 64:
         return wrong(
             "The biases are right, but this is more than one sum.", None, [("sent", ("all_reduce", 64), sent[0])]
         )
+    if failed := seen[0]["empty error"]:
+        name = "it fails where no router has a bias"
+        return Verdict(False, "A model without a bias has nothing to agree on: return.", name, detail=failed)
     if any(s["empty calls"] for s in seen):
         return wrong("A model without a bias has nothing to agree on.", "it talks when there is nothing to say")
     return ok("The same bias on all ranks of a group, by one all-reduce of 64 bytes, and a fresh count.", rows[:2])
 
 
+def _three_layers(got):
+    """A verdict on the biases of three routers, of which the first has large counts, or None if they are right."""
+    visits, zero = torch.tensor(LARGE).double(), torch.zeros(3, 4, dtype=torch.float64)
+    asked = [_true_bias(zero, visits[r] + visits[(r + 2) % R], RATE) for r in range(R)]
+    if all(close(g, e) for g, e in zip(got, asked, strict=True)):
+        return None
+    name = None
+    if all(close(g[1:], e[1:]) for g, e in zip(got, asked, strict=True)):
+        name = "large counts are rounded"
+    elif all(close(g[:2], e[:2]) and not g[2].any() for g, e in zip(got, asked, strict=True)):
+        name = "made for two routers"
+    rows = [(f"bias of layer {n}, rank 0", e, g) for n, (e, g) in enumerate(zip(asked[0], got[0], strict=True))]
+    return wrong(f"Right for two routers, not for three of which one has about {MANY:,} visits an expert.", name, rows)
+
+
 def _observe_balance():
     rank = collectives.rank_in()
     group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    model = _TwoLayers(rank)
+    model, three = _Layers(("a", "plain", "b"), VISITS[rank]), _Layers(("a", "b", "c"), LARGE[rank])
     with wiretap() as calls:
         optim.balance_experts(model, RATE, group)
-    biases = model.biases()
-    left = sum(int(model.all[name].visits_E.sum()) for name in ("a", "b"))
+    biases, left = model.biases(), model.left()
     optim.balance_experts(model, RATE, group)
     again = model.biases()
-    model.all = {"plain": model.all["plain"]}
+    optim.balance_experts(three, RATE, group)
+    model.all, empty_error = {"plain": model.all["plain"]}, None
     with wiretap() as empty_calls:
-        optim.balance_experts(model, RATE, group)
-    return {"biases": biases, "left": left, "again": again, "calls": calls, "empty calls": len(empty_calls)}
+        try:
+            optim.balance_experts(model, RATE, group)
+        except Exception as error:
+            empty_error = f"{type(error).__name__}: {error}"
+    return {
+        "biases": biases,
+        "left": left,
+        "again": again,
+        "three": three.biases(),
+        "calls": calls,
+        "empty calls": len(empty_calls),
+        "empty error": empty_error,
+    }
 
 
 # --- 7.5 the auxiliary loss -----------------------------------------------------------------------------------
 
 
-def _true_aux(scores, index, real, *, shares=None, f=None, each=lambda loss: loss):
+def _at_the_end(real):
+    """As many real tokens a sequence, as if all padding stood behind them."""
+    return torch.arange(real.shape[1]) < real.sum(dim=1, keepdim=True)
+
+
+def _true_aux(scores, index, real, *, shares=None, f=None, each=lambda loss: loss, at_least=1):
     E, K = scores.shape[-1], index.shape[-1]
-    n = real.sum(dim=1, keepdim=True).clamp(min=1)
+    n = real.sum(dim=1, keepdim=True).clamp(min=at_least)
     visits = torch.zeros_like(scores).scatter(2, index, 1.0) * real[..., None]
     f = (f or (lambda v, n: v.sum(dim=1) * E / (K * n)))(visits, n)
     share = scores / scores.sum(dim=-1, keepdim=True) if shares is None else shares(scores, visits)
@@ -392,14 +471,17 @@ def _true_aux(scores, index, real, *, shares=None, f=None, each=lambda loss: los
 
 
 def grade_sequence_balance_loss(fn) -> Verdict:
-    """Three sequences, one of them half padding and one nothing else; experts that are not the best; then gradients."""
+    """Sequences padded behind, in front and inside, or nothing but padding; experts not the best; then gradients."""
     scores = 2 * _numbers(3, 6, 5).sigmoid()
     index = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i))[:2] for i in range(18)])
     index, real = index.view(3, 6, 2), torch.arange(6) < torch.tensor([6, 4, 0])[:, None]
+    anywhere = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 0, 0, 1, 1, 0], [0, 1, 1, 0, 1, 0]]) > 0
     cases = {
         "padded": (scores, index, real),
         "whole": (scores, index, torch.ones_like(real)),
         "one expert": (scores[:, :, :2], index[..., :1] * 0, real),
+        "padding anywhere": (scores, index, anywhere),
+        "one token": (scores, index, torch.arange(6) < torch.tensor([6, 4, 1])[:, None]),
     }
 
     def no_mask(s, i, real):
@@ -415,6 +497,8 @@ def grade_sequence_balance_loss(fn) -> Verdict:
 
     known = {
         "padding counts, too": no_mask,
+        "padding is taken to stand at the end": lambda s, i, r: _true_aux(s, i, _at_the_end(r)),
+        "a sequence of one token counts as two": lambda s, i, r: _true_aux(s, i, r, at_least=2),
         "balanced over the batch, not in each sequence": over_the_batch,
         "divided by the padded length": by_length,
         "the factor E is missing: f is a share, not a multiple of the mean": lambda s, i, r: (
@@ -463,9 +547,11 @@ def grade_sequence_balance_loss(fn) -> Verdict:
     rows = [(f"gradient, {name}", a[1], r[1]) for name, a, r in zip(cases, asked, runs, strict=True)]
     if not all(close(r[1], a[1]) for r, a in zip(runs, asked, strict=True)):
         return wrong("The losses are right, their gradient is not.", None, rows)
+    if widened := _widened(fn, *cases["padded"]):
+        return widened
     return ok(
         "Right in every sequence, whatever the padding.",
-        [(n, a[0], r[0]) for n, a, r in zip(cases, asked, runs, strict=True)],
+        [(n, a[0], r[0]) for n, a, r in zip(cases, asked, runs, strict=True)][:3],
     )
 
 
@@ -489,15 +575,21 @@ def _true_drop(scores, index, real, factor, *, order=None, capacity=None, nowher
 
 
 def grade_drop_beyond_capacity(fn) -> Verdict:
-    """Four experts, one of them wanted by nearly all; sequences of 9, 5 and 0 tokens; then equal scores."""
+    """Four experts, one of them wanted by nearly all; sequences of 9, 5 and 0 tokens, padded behind or in front.
+
+    Besides, equal scores, and a choice that a bias made.
+    """
     scores = _numbers(3, 9, 4).sigmoid() + torch.tensor([0.3, 0.0, 0.0, 0.0])
     index, real = scores.topk(2, dim=-1).indices, torch.arange(9) < torch.tensor([9, 5, 0])[:, None]
+    biased = torch.tensor([-0.3, 0.4, 0.0, 0.2])
     index[:, ::2] = index[:, ::2].flip(-1)  # the order of the choices says nothing about the scores
     cases = {
         "factor 1": (scores, index, real, 1.0),
         "factor 0.5": (scores, index, real, 0.5),
         "plenty of room": (scores, index, real, 4.0),
         "equal scores": (torch.ones(1, 6, 2).double(), torch.zeros(1, 6, 1, dtype=torch.long), real[:1, :6], 1.0),
+        "chosen with a bias": (scores, (scores + biased).topk(2, dim=-1).indices, real, 1.0),
+        "padding anywhere": (scores, index, real.roll(3, dims=1), 1.0),
     }
 
     def limit(formula):
@@ -509,6 +601,11 @@ def grade_drop_beyond_capacity(fn) -> Verdict:
             return _true_drop(s, i, r, factor, capacity=sizes.__getitem__)
 
         return drop
+
+    def best_ones(s, i, r, factor):
+        kept = _true_drop(s, s.topk(i.shape[-1], dim=-1).indices, r, factor)
+        taken = torch.zeros(*s.shape[:2], s.shape[-1] + 1, dtype=torch.bool).scatter(2, kept, True)
+        return i.where(taken.gather(2, i), s.shape[-1])
 
     def whole_batch(s, i, r, factor):
         flat = _true_drop(s.flatten(0, 1)[None], i.flatten(0, 1)[None], r.view(1, -1), factor)
@@ -528,11 +625,13 @@ def grade_drop_beyond_capacity(fn) -> Verdict:
         "first choices stay before second ones, whatever their scores": lambda s, i, r, c: _true_drop(
             s, i, r, c, order=lambda t, k, score: (k, -score, t)
         ),
+        "the K largest scores stand in line, whoever was chosen": best_ones,
         "the lowest scores stay": lambda s, i, r, c: _true_drop(s, i, r, c, order=lambda t, k, score: (score, t)),
         "of equal scores the later tokens stay": lambda s, i, r, c: _true_drop(
             s, i, r, c, order=lambda t, k, score: (-score, -t)
         ),
         "capacity of the whole batch, not of each sequence": whole_batch,
+        "padding is taken to stand at the end": lambda s, i, r, c: _true_drop(s, i, _at_the_end(r), c),
         "padding takes room": lambda s, i, r, c: _true_drop(s, i, r, c, takes_room="only"),
         "padding makes room: the capacity is that of T tokens": limit(lambda c, K, n, T, E: math.ceil(c * K * T / E)),
         "padding visits experts": lambda s, i, r, c: _true_drop(s, i, r, c, takes_room="and visits"),
@@ -566,10 +665,10 @@ def grade_drop_beyond_capacity(fn) -> Verdict:
             b, t = (int(x) for x in (a != g).any(dim=-1).nonzero()[0])
             rows.append((f"{name}, sequence {b}, token {t}", a[b, t], g[b, t]))
         return wrong("These are not the visits that take place.", next(same, None), rows)
-    dropped = [(a == c[0].shape[-1]).sum().item() for a, c in zip(asked, cases.values(), strict=True)]
+    dropped = {n: (a == cases[n][0].shape[-1]).sum().item() for n, a in zip(cases, asked, strict=True)}
     return ok(
         "No expert has more visits than its capacity, and the best ones take place.",
-        [(f"{n}: visits that do not take place, padding included", d, d) for n, d in zip(cases, dropped, strict=True)],
+        [(f"{n}: visits that do not take place, padding included", dropped[n], dropped[n]) for n in list(cases)[:4]],
     )
 
 
