@@ -373,15 +373,26 @@ GATHERING = [  # in the order in which they are looked at
 
 
 class _Counted:
-    """A Pending that counts its waits, and sees whether the memory that it writes to was still there."""
+    """An all-gather that counts its waits and lands in memory of its own, so that `out` may be taken away under it."""
 
-    def __init__(self, pending, out):
-        self.pending, self.out, self.waits, self.memory_was_there = pending, out, 0, True
+    def __init__(self, start, x, group, out):
+        self.out, self.waits, self.memory_was_there = out, 0, True
+        self.landing = torch.empty_like(out) if self._out_is_there() else out
+        self.pending = start(x, group, self.landing)
+
+    def _out_is_there(self):
+        return self.out is not None and self.out.untyped_storage().nbytes() >= self.out.nbytes
 
     def wait(self):
         self.waits += 1
-        self.memory_was_there &= self.out is None or self.out.untyped_storage().nbytes() > 0
-        return self.pending.wait() if self.waits == 1 else self.out
+        if self.waits > 1:
+            return self.out
+        whole, lands_apart = self.pending.wait(), self.landing is not self.out
+        self.pending = self.landing = None  # no copy of ours is left to be counted
+        if not lands_apart:
+            return whole
+        self.memory_was_there = self._out_is_there()
+        return self.out.copy_(whole) if self.memory_was_there else self.out
 
 
 def _observe_gathering():
@@ -395,7 +406,7 @@ def _observe_gathering():
     own = collectives.start_all_gather
 
     def counted(x, group=None, out=None):
-        started.append(_Counted(own(x, group, out), out))
+        started.append(_Counted(own, x, group, out))
         return started[-1]
 
     def alive():
