@@ -5,7 +5,7 @@ collectives and messages of torch.distributed pass torch's dispatcher as operati
 sees them there, whatever name they were called by, in forward and in backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,24 +37,29 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Call:
-    """One operation: its name, the bytes handed over, and whether it went through `parallel.collectives`."""
+    """One operation: its name, the bytes handed over and their type, and whether it went through our own door."""
 
     op: str
     payload_bytes: int
     our_door: bool
+    dtype: torch.dtype | None = None
 
 
 @contextmanager
-def wiretap() -> Iterator[list[Call]]:
-    """Collect this rank's operations inside the block, in order: `with wiretap() as calls: ...`."""
-    tap = _Tap()
+def wiretap(before: Callable[[], object] = lambda: None) -> Iterator[list[Call]]:
+    """Collect this rank's operations inside the block, in order: `with wiretap() as calls: ...`.
+
+    `before` is called ahead of each, before it can wait for anybody.
+    """
+    tap = _Tap(before)
     with tap:
         yield tap.calls
 
 
 class _Tap(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[], object]) -> None:
         super().__init__()
+        self.before = before
         self.calls: list[Call] = []
 
     @classmethod
@@ -66,6 +71,8 @@ class _Tap(TorchDispatchMode):
             torch_name = func.name().partition("::")[2].partition(".")[0]
             op, payload = _NAMES.get(torch_name, (torch_name, 0))
             leaves = tree_leaves(args[payload]) if len(args) > payload else []
-            n_bytes = sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
-            self.calls.append(Call(op, n_bytes, meter.inside_operation()))
+            leaves = [x for x in leaves if isinstance(x, torch.Tensor)]
+            n_bytes, dtype = sum(x.nbytes for x in leaves), leaves[0].dtype if leaves else None
+            self.calls.append(Call(op, n_bytes, meter.inside_operation(), dtype))
+            self.before()
         return func(*args, **(kwargs or {}))

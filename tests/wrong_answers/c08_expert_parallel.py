@@ -32,6 +32,10 @@ def best_expert_only(index_TK, here, n_ranks):
     return expert.tokens_for_ranks(index_TK[:, :1], here, n_ranks)
 
 
+def two_best_experts(index_TK, here, n_ranks):
+    return expert.tokens_for_ranks(index_TK[:, :2], here, n_ranks)
+
+
 def dealt_like_cards(index_TK, here, n_ranks):
     rank_TK = (index_TK % n_ranks).where(index_TK < here * n_ranks, n_ranks)
     return expert.tokens_for_ranks(rank_TK, 1, n_ranks)
@@ -125,6 +129,18 @@ def past_the_door(sent_R, group=None):
 
 def floats(sent_R, group=None):
     return own_counts(sent_R.double(), group)
+
+
+def narrow(sent_R, group=None):
+    return own_counts(sent_R.int(), group)
+
+
+def as_floats_on_the_way(sent_R, group=None):
+    return own_counts(sent_R.double(), group).long()
+
+
+def narrow_on_the_way(sent_R, group=None):
+    return own_counts(sent_R.int(), group).long()
 
 
 def over_its_argument(sent_R, group=None):
@@ -254,14 +270,6 @@ class GathersAllTokens(OwnDispatch):
         return _split(torch.cat(mine), x_TD.shape[1], index_TK.shape[1])
 
 
-class ClearsItsInput(OwnDispatch):
-    @staticmethod
-    def forward(ctx, x_TD, weight_TK, index_TK, route):
-        answer = OwnDispatch.forward(ctx, x_TD, weight_TK, index_TK, route)
-        index_TK.fill_(0)
-        return answer
-
-
 class DispatchPastTheDoor(OwnDispatch):
     @staticmethod
     def forward(ctx, x_TD, weight_TK, index_TK, route):
@@ -279,6 +287,73 @@ class InOrderOfTokens(OwnDispatch):
         x_nD, weight_nK, local_nK = _pack(x_TD, weight_TK, index_TK, route)
         x_nD = x_TD[route.token_n.sort().values]
         return _split(_send(torch.cat([x_nD, weight_nK, local_nK], 1), route), x_TD.shape[1], index_TK.shape[1])
+
+
+class InSinglePrecision(OwnDispatch):
+    @staticmethod
+    def forward(ctx, x_TD, weight_TK, index_TK, route):
+        ctx.route = route
+        narrow = torch.float32 if x_TD.dtype == torch.float64 else x_TD.dtype
+        rows_MC = _send(torch.cat(_pack(x_TD, weight_TK, index_TK, route), 1).to(narrow), route)
+        return _split(rows_MC.to(x_TD.dtype), x_TD.shape[1], index_TK.shape[1])
+
+
+class ZeroesWeightsInPlace(OwnDispatch):
+    @staticmethod
+    def forward(ctx, x_TD, weight_TK, index_TK, route):
+        answer = OwnDispatch.forward(ctx, x_TD, weight_TK, index_TK, route)
+        weight_TK[index_TK >= route.here * len(route.sent)] = 0
+        return answer
+
+
+class DispatchInTheWorld(OwnDispatch):
+    @staticmethod
+    def forward(ctx, x_TD, weight_TK, index_TK, route):
+        ctx.route = route
+        rows_nC = torch.cat(_pack(x_TD, weight_TK, index_TK, route), 1)
+        rows_MC = collectives.all_to_all(rows_nC, route.sent, route.received)
+        return _split(rows_MC, x_TD.shape[1], index_TK.shape[1])
+
+
+def _skips_dispatch(leave):
+    """A Dispatch that stays at home in forward when `leave(route)`."""
+
+    class Skips(OwnDispatch):
+        @staticmethod
+        def forward(ctx, x_TD, weight_TK, index_TK, route):
+            ctx.route = route
+            if leave(route):
+                return x_TD.new_zeros(0, x_TD.shape[1]), weight_TK.new_zeros(0, weight_TK.shape[1]), index_TK[:0]
+            return OwnDispatch.forward(ctx, x_TD, weight_TK, index_TK, route)
+
+    return Skips
+
+
+def _skips_dispatch_back(leave):
+    """The same in backward."""
+
+    class Skips(OwnDispatch):
+        @staticmethod
+        def backward(ctx, dx_MD, dweight_MK, _):
+            if leave(ctx.route):
+                n_tokens = ctx.route.n_tokens
+                zeros = dx_MD.new_zeros(n_tokens, dx_MD.shape[1]), dweight_MK.new_zeros(n_tokens, dweight_MK.shape[1])
+                return *zeros, None, None
+            return OwnDispatch.backward(ctx, dx_MD, dweight_MK, _)
+
+    return Skips
+
+
+def _sends_none(route):
+    return sum(route.sent) == 0
+
+
+def _receives_none(route):
+    return sum(route.received) == 0
+
+
+def _neither(route):
+    return sum(route.sent) == sum(route.received) == 0
 
 
 # 8.4 ----------------------------------------------------------------------------------------------------------
@@ -368,6 +443,55 @@ class CombineOverwrites(OwnCombine):
         y_TD = OwnCombine.forward(ctx, y_MD, route)
         y_MD.zero_()
         return y_TD
+
+
+class DividedByRanks(OwnCombine):
+    @staticmethod
+    def forward(ctx, y_MD, route):
+        return OwnCombine.forward(ctx, y_MD, route) / len(route.sent)
+
+
+class CombineInSingle(OwnCombine):
+    @staticmethod
+    def forward(ctx, y_MD, route):
+        ctx.route = route
+        narrow = torch.float32 if y_MD.dtype == torch.float64 else y_MD.dtype
+        return route.add_up(_home(y_MD.to(narrow), route).to(y_MD.dtype))
+
+
+class CombineInTheWorld(OwnCombine):
+    @staticmethod
+    def forward(ctx, y_MD, route):
+        ctx.route = route
+        return route.add_up(collectives.all_to_all(y_MD, route.received, route.sent))
+
+
+def _skips_combine(leave):
+    """A Combine that stays at home in forward when `leave(route)`."""
+
+    class Skips(OwnCombine):
+        @staticmethod
+        def forward(ctx, y_MD, route):
+            ctx.route = route
+            return (
+                y_MD.new_zeros(route.n_tokens, y_MD.shape[1]) if leave(route) else OwnCombine.forward(ctx, y_MD, route)
+            )
+
+    return Skips
+
+
+def _skips_combine_back(leave):
+    """The same in backward."""
+
+    class Skips(OwnCombine):
+        @staticmethod
+        def backward(ctx, dy_TD):
+            rows = sum(ctx.route.received)
+            return (
+                (dy_TD.new_zeros(rows, dy_TD.shape[1]), None) if leave(ctx.route) else OwnCombine.backward(ctx, dy_TD)
+            )
+
+    return Skips
 
 
 # 8.5 ----------------------------------------------------------------------------------------------------------
@@ -481,6 +605,7 @@ WRONG = [
     Wrong("8.1", a_row_for_every_visit, "a row for every visit: tokens go twice to a rank with two of their experts"),
     Wrong("8.1", by_token, "sorted by token, not by rank"),
     Wrong("8.1", best_expert_only, "only the first expert of a token is looked at"),
+    Wrong("8.1", two_best_experts, "only the first two experts of a token are looked at"),
     Wrong("8.1", dealt_like_cards, "experts are dealt out like cards: expert e on rank e % R"),
     Wrong("8.1", leaves_out_idle_ranks, "ranks to which nothing goes are missing in the counts"),
     Wrong("8.1", nowhere_is_a_rank, "nowhere is taken for one more rank"),
@@ -494,10 +619,13 @@ WRONG = [
     Wrong("8.2", all_gather_and_pick, "an all-gather: everybody learns everything"),
     Wrong("8.2", whole_table, "every rank gets the whole table, and not its own column"),
     Wrong("8.2", sum_of_all, "the sum of all counts"),
-    Wrong("8.2", nothing_to_say, "a rank with nothing to send leaves out the collective"),
+    Wrong("8.2", nothing_to_say, "a rank with nothing to send stays away"),
     Wrong("8.2", one_by_one, "a message for every rank"),
     Wrong("8.2", past_the_door, "it goes past our own door"),
-    Wrong("8.2", floats, "counts as floats"),
+    Wrong("8.2", floats, "counts come back as floats"),
+    Wrong("8.2", narrow, "counts come back as int32"),
+    Wrong("8.2", as_floats_on_the_way, "counts travel as floats"),
+    Wrong("8.2", narrow_on_the_way, "counts travel as int32"),
     Wrong("8.2", over_its_argument, "it overwrites its argument"),
     Wrong("8.2", counts_in_the_world, "it ignores the group"),
     Wrong("8.3", CountsStay, "in backward the counts do not change places"),
@@ -511,9 +639,17 @@ WRONG = [
     Wrong("8.3", InDoublePrecision, "rows travel in a wider type"),
     Wrong("8.3", ArrivesInDouble, "another dtype than the caller's"),
     Wrong("8.3", GathersAllTokens, "an all-gather: every rank gets every token"),
-    Wrong("8.3", ClearsItsInput, "it overwrites its input"),
+    Wrong("8.3", ZeroesWeightsInPlace, "it overwrites its input"),
     Wrong("8.3", DispatchPastTheDoor, "it goes past our own door"),
     Wrong("8.3", InOrderOfTokens),
+    Wrong("8.3", InSinglePrecision, "rows travel in a narrower type"),
+    Wrong("8.3", DispatchInTheWorld, "it ignores the group"),
+    Wrong("8.3", _skips_dispatch(_sends_none), "a rank with nothing to send stays away"),
+    Wrong("8.3", _skips_dispatch(_receives_none), "a rank with nothing to receive stays away"),
+    Wrong("8.3", _skips_dispatch(_neither), "a rank with nothing to send or receive stays away"),
+    Wrong("8.3", _skips_dispatch_back(_receives_none), "in backward, a rank with nothing to send stays away"),
+    Wrong("8.3", _skips_dispatch_back(_sends_none), "in backward, a rank with nothing to receive stays away"),
+    Wrong("8.3", _skips_dispatch_back(_neither), "in backward, a rank with nothing to send or receive stays away"),
     Wrong("8.4", KeepsTheLast, "a token keeps only its last row"),
     Wrong("8.4", Mean, "a mean over a token's rows, not their sum"),
     Wrong("8.4", CombineCountsStay, "sent and received counts are mixed up"),
@@ -524,6 +660,15 @@ WRONG = [
     Wrong("8.4", SumsOverRanks, "whole tensors are summed over the ranks"),
     Wrong("8.4", CombinePastTheDoor, "it goes past our own door"),
     Wrong("8.4", CombineOverwrites, "it overwrites its input"),
+    Wrong("8.4", DividedByRanks, "the sums are divided by the number of ranks"),
+    Wrong("8.4", CombineInSingle, "rows travel in a narrower type"),
+    Wrong("8.4", CombineInTheWorld, "it ignores the group"),
+    Wrong("8.4", _skips_combine(_receives_none), "a rank with nothing to send stays away"),
+    Wrong("8.4", _skips_combine(_sends_none), "a rank with nothing to receive stays away"),
+    Wrong("8.4", _skips_combine(_neither), "a rank with nothing to send or receive stays away"),
+    Wrong("8.4", _skips_combine_back(_sends_none), "in backward, a rank with nothing to send stays away"),
+    Wrong("8.4", _skips_combine_back(_receives_none), "in backward, a rank with nothing to receive stays away"),
+    Wrong("8.4", _skips_combine_back(_neither), "in backward, a rank with nothing to send or receive stays away"),
     Wrong("8.5", _copies(lambda load, c: load), "the busiest expert gets every spare place"),
     Wrong("8.5", _copies(lambda load, c: load / (c + 1)), "loads count as if one copy more were there: x / (c + 1)"),
     Wrong("8.5", _copies(lambda load, c: load / c, most=lambda places, ranks: places), "more copies than ranks"),

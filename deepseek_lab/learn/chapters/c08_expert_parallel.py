@@ -3,7 +3,11 @@
 All numbers that travel here are small integers, so that every sum is exact, whatever its order or type.
 """
 
+import re
+import tempfile
+import time
 from collections import Counter
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -24,6 +28,57 @@ DISPATCH, COMBINE, SHARE = f"{EXPERT}.Dispatch", f"{EXPERT}.Combine", f"{EXPERT}
 COPIES, PACK = f"{PLAN}.copies_for", f"{PLAN}.pack"
 PAST_THE_DOOR = ("torch.distributed was called directly, where no meter sees it.", "it goes past our own door")
 IN_A_PAIR = ("Over the whole world it is right, in a group of two it is not.", "it ignores the group")
+
+
+class LeftOutError(RuntimeError):
+    """A rank came through a step without any collective, while others wait in one."""
+
+
+class _RollCall:
+    """Tells at once what a timeout would tell after seconds: that a rank left out the collective of a step.
+
+    Ranks note in a file when they enter a collective, and when they came through a step without one.
+    """
+
+    def __init__(self, path):
+        self.store = dist.FileStore(path, R)
+
+    @contextmanager
+    def step(self, name, ranks):
+        """Listen to a step that `ranks` take together.  Raises LeftOutError."""
+        entered, absent = (f"{name} {min(ranks)} {what}" for what in ("entered", "absent"))
+        with wiretap(before=lambda: self.store.add(entered, 1)) as calls:
+            yield calls
+        if calls:
+            return
+        self.store.add(absent, 1)
+        while self.store.add(absent, 0) < len(ranks):
+            if self.store.add(entered, 0):
+                raise LeftOutError(name)
+            time.sleep(0.002)
+
+
+def _run_with_roll_call(observe, overrides):
+    """`run_ranks`, with a `_RollCall` for each rank's `observe`."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(observe, R, f"{folder}/roll", timeout=LIMIT_S, overrides=overrides)
+
+
+def _first_difference(wanted, got):
+    """None for equal tensors; else where they differ first, and what is there in both."""
+    if not isinstance(got, torch.Tensor):
+        return "it", "a tensor", type(got).__name__
+    for what in ("shape", "dtype"):
+        if getattr(wanted, what) != getattr(got, what):
+            return what, str(getattr(wanted, what)), str(getattr(got, what))
+    pairs = enumerate(zip(wanted.tolist(), got.tolist(), strict=True))
+    return next(((f"row {i}", w, g) for i, (w, g) in pairs if w != g), None)
+
+
+def _difference_rows(label, differences):
+    """Rows of a verdict from what `_first_difference` found on each rank."""
+    return [(f"{label} on rank {r}, {d[0]}", d[1], d[2]) for r, d in enumerate(differences) if d]
+
 
 # --- 8.1 which tokens go where --------------------------------------------------------------------------------
 
@@ -93,6 +148,9 @@ def grade_tokens_for_ranks(fn) -> Verdict:
         "a row for every visit: tokens go twice to a rank with two of their experts": by_visit,
         "sorted by token, not by rank": by_token,
         "only the first expert of a token is looked at": best_only,
+        "only the first two experts of a token are looked at": lambda index, here, n: _true_tokens(
+            index[:, :2], here, n
+        ),
         "experts are dealt out like cards: expert e on rank e % R": dealt,
         "ranks to which nothing goes are missing in the counts": busy_only,
         "nowhere is taken for one more rank": nowhere_too,
@@ -105,7 +163,7 @@ def grade_tokens_for_ranks(fn) -> Verdict:
         ),
     }
     index = torch.tensor([[5, 4], [0, 7], [1, 5], [8, 2], [8, 8], [4, 0]])
-    wide = torch.tensor([[7, 1, 6], [0, 5, 4], [8, 3, 2], [7, 8, 6]])
+    wide = torch.tensor([[7, 1, 6], [0, 5, 4], [8, 3, 2], [0, 1, 7], [7, 8, 6]])
     twice = torch.tensor([[1, 0], [1, 5], [0, 1]])
     cases = [(index, 2, 4), (wide, 2, 4), (wide, 4, 2), (twice, 2, 4), (index[:0], 2, 4)]
     asked = [_true_tokens(*case) for case in cases]
@@ -128,10 +186,14 @@ def grade_tokens_for_ranks(fn) -> Verdict:
             if row[1] != row[2]
         ]
         return wrong("These are not the tokens that each rank needs.", name, rows[:4])
-    kinds = [(type(x).__name__, getattr(x, "dtype", None)) for pair in returned for x in pair]
-    if any(kind != ("Tensor", torch.int64) for kind in kinds):
-        return wrong("Right, but they should be int64 tensors.", "not int64 tensors", [("kinds", "int64", kinds[0])])
+    kinds = [(name, _kind(x)) for pair in returned for name, x in zip(("tokens", "counts"), pair, strict=True)]
+    if odd := [(name, "torch.int64", kind) for name, kind in kinds if kind != "torch.int64"]:
+        return wrong("Right, but they should be int64 tensors.", "not int64 tensors", odd[:1])
     return ok("A token goes once to every rank that it needs.", [("rows to each rank", asked[0][1], got[0][1])])
+
+
+def _kind(x):
+    return str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
 
 
 # --- 8.2 counts first -----------------------------------------------------------------------------------------
@@ -139,12 +201,15 @@ def grade_tokens_for_ranks(fn) -> Verdict:
 
 def grade_exchange_counts(fn) -> Verdict:
     """Rank r announces 100·r + destination; rank 2 has nothing to send, and must say so; then groups of two."""
+    idle = "a rank with nothing to send stays away"
     try:
-        seen = run_ranks(_observe_counts, R, timeout=LIMIT_S / 2, overrides={COUNTS: fn})
+        seen = _run_with_roll_call(_observe_counts, {COUNTS: fn})
     except RankTimeout as timeout:
-        early = "all_to_all 32 B" in timeout.waiting.get(0, "") and "32 B" not in timeout.waiting.get(2, "")
-        why = "a rank with nothing to send leaves out the collective" if early else "a deadlock"
-        return Verdict(False, "The ranks wait for each other.", why, detail=str(timeout))
+        return Verdict(False, "The ranks wait for each other.", "a deadlock", detail=str(timeout))
+    except RankError as error:
+        if "LeftOutError" not in error.cause:
+            raise
+        return wrong("Rank 2 has no rows to send and stays away; the others wait for it for ever.", idle)
     name: str | None = None
     asked = [[0 if src == 2 else 100 * src + r for src in range(R)] for r in range(R)]
     got = [s["got"].flatten().tolist() for s in seen]
@@ -165,8 +230,13 @@ def grade_exchange_counts(fn) -> Verdict:
         name = "an all-gather: everybody learns everything" if ops == ["all_gather"] else None
         name = "a message for every rank" if len(ops) > 2 else name
         return wrong("The counts are right, but one all-to-all is enough.", name, [("sent", ["all_to_all"], ops)])
-    if any(s["got"].dtype != torch.int64 for s in seen):
-        return wrong("Counts are integers: they index rows.", "counts as floats")
+    for what, kinds in (
+        ("come back as", [s["got"].dtype for s in seen]),
+        ("travel as", [s["calls"][0].dtype for s in seen]),
+    ):
+        if odd := next((kind for kind in kinds if kind != torch.int64), None):
+            name = f"counts {what} {'floats' if odd.is_floating_point else str(odd).removeprefix('torch.')}"
+            return wrong("Counts are int64, and travel as they are.", name, [(f"counts {what}", torch.int64, odd)])
     if any(s["got"].shape != (R,) for s in seen):
         return wrong("One count for each rank: shape (R,).", None, [("shape", (R,), tuple(seen[0]["got"].shape))])
     if any(s["changed"] for s in seen):
@@ -176,12 +246,12 @@ def grade_exchange_counts(fn) -> Verdict:
     return ok(f"One all-to-all of {8 * R} bytes, also where nothing will be sent.", rows)
 
 
-def _observe_counts():
-    rank = collectives.rank_in()
+def _observe_counts(path):
+    rank, roll = collectives.rank_in(), _RollCall(path)
     pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     sent_R = torch.tensor([0] * R if rank == 2 else [100 * rank + dst for dst in range(R)])
     before = sent_R.clone()
-    with wiretap() as calls:
+    with roll.step("counts", range(R)) as calls:
         got = expert.exchange_counts(sent_R)
     try:
         in_pair = expert.exchange_counts(torch.tensor([10 * rank, 10 * rank + 1]), pair).tolist()
@@ -206,21 +276,26 @@ def _numbers(shape, seed, dtype):
 class _Trip:
     """What the ranks of a group hold, and what should come of it, worked out without any message.
 
-    `x`, `weight`, `index`: of every rank's tokens (rank 2 has none); `arrives[r]`: (source, token) of the rows that
-    come to rank r; `y[r]` is what experts might make of them, and `dx[r]`, `dweight[r]` gradients of them.
+    `x`, `weight`, `index`: of every rank's tokens; `arrives[r]`: (source, token) of the rows that come to rank r, which
+    are none where r is `unwanted`; `y[r]` is what experts might make of them, and `dx[r]`, `dweight[r]` gradients of
+    them.
     """
 
-    def __init__(self, ranks, dtype):
-        n_tokens = [(4, 3, 0, 6)[rank] for rank in ranks]
+    def __init__(self, ranks, dtype, n_tokens=(4, 3, 0, 6), unwanted=None):
+        n_tokens = [n_tokens[rank] for rank in ranks]
         self.here = E // len(ranks)
         self.x = [_numbers((n, D), rank, dtype) for rank, n in zip(ranks, n_tokens, strict=True)]
         self.weight = [_numbers((n, K), 10 + rank, dtype) for rank, n in zip(ranks, n_tokens, strict=True)]
         self.dy = [_numbers((n, D), 20 + rank, dtype) for rank, n in zip(ranks, n_tokens, strict=True)]
         # no expert twice for one token; E is nowhere
-        self.index = [
-            torch.rand(n, E + 1, generator=torch.Generator().manual_seed(30 + rank)).topk(K).indices
+        scores = [
+            torch.rand(n, E + 1, generator=torch.Generator().manual_seed(30 + rank))
             for rank, n in zip(ranks, n_tokens, strict=True)
         ]
+        if unwanted is not None:
+            for scores_TE in scores:
+                scores_TE[:, unwanted * self.here : (unwanted + 1) * self.here] = -1
+        self.index = [scores_TE.topk(K).indices for scores_TE in scores]
         places = range(len(ranks))
         self.arrives = [[(s, t) for s in places for t in _rows_to(self.index[s], self.here, r)] for r in places]
         self.y = [_numbers((len(a), D), 40 + r, dtype) for r, a in enumerate(self.arrives)]
@@ -253,91 +328,107 @@ class _Trip:
         return sums
 
 
+SETTINGS = {
+    "world": "",
+    "pair": "In a group of two: ",
+    "bf16": "In bf16: ",
+    "unwanted": "Where no token wants the experts of rank 1: ",
+    "neither": "Where rank 2 has no tokens, and nobody wants its experts: ",
+}
+
+
 def _settings():
+    """(name, trip, this rank's place in it, group, its ranks) of everything that is tried."""
     rank = collectives.rank_in()
     pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    world = range(R)
-    yield "world", world, None, torch.float64
-    yield "pair", [rank % 2, rank % 2 + 2], pair, torch.float64
-    yield "bf16", world, None, torch.bfloat16
+    yield "world", _Trip(range(R), torch.float64), rank, None, range(R)
+    yield "pair", _Trip([rank % 2, rank % 2 + 2], torch.float64), rank // 2, pair, [rank % 2, rank % 2 + 2]
+    yield "bf16", _Trip(range(R), torch.bfloat16), rank, None, range(R)
+    yield "unwanted", _Trip(range(R), torch.float64, (4, 3, 2, 6), unwanted=1), rank, None, range(R)
+    yield "neither", _Trip(range(R), torch.float64, unwanted=2), rank, None, range(R)
 
 
 def _equal(a, b):
     return a is not None and a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
 
 
-def _observe_dispatch():
-    found = {}
-    for name, ranks, group, dtype in _settings():
-        trip, me = _Trip(ranks, dtype), list(ranks).index(collectives.rank_in())
+def _observe_dispatch(path):
+    found, roll = {}, _RollCall(path)
+    for name, trip, me, group, ranks in _settings():
         route = expert.plan_route(trip.index[me], trip.here, group)
         x_TD, weight_TK, index_TK = trip.x[me].clone(), trip.weight[me].clone(), trip.index[me].clone()
         leaves = x_TD.requires_grad_(), weight_TK.requires_grad_()
-        with wiretap() as forward:
+        with roll.step(f"{name}: forward", ranks) as forward:
             x_MD, weight_MK, local_MK = expert.Dispatch.apply(*leaves, index_TK, route)
-        numbers = trip.numbers_at(me)
-        unmasked = trip.at(me, trip.weight)
+        numbers, unmasked = trip.numbers_at(me), trip.at(me, trip.weight)
         found[name] = seen = {
-            "n_out": (len(x_MD), len(trip.arrives[me])),
-            "x": _equal(x_MD.detach(), trip.at(me, trip.x)),
-            "dtype": x_MD.dtype == weight_MK.dtype == dtype and local_MK.dtype == torch.int64,
-            "weight": _equal(weight_MK.detach(), unmasked.where(numbers < trip.here, 0)),
-            "numbers": _equal(local_MK, numbers),
+            "tokens": _first_difference(trip.at(me, trip.x), x_MD.detach()),
+            "weights": _first_difference(unmasked.where(numbers < trip.here, 0), weight_MK.detach()),
+            "expert numbers": _first_difference(numbers, local_MK),
+            "dtype": x_MD.dtype == weight_MK.dtype == trip.x[me].dtype and local_MK.dtype == torch.int64,
             "as: weights of experts that live elsewhere travel too": _equal(weight_MK.detach(), unmasked),
             "as: experts are numbered as in the whole model": _equal(local_MK, trip.at(me, trip.index)),
-            "changed": not (_equal(x_TD.detach(), trip.x[me]) and _equal(index_TK, trip.index[me])),
             "forward": forward,
             "sent": sum(route.sent),
             "received": sum(route.received),
         }
-        differentiable = [t for t in (x_MD, weight_MK) if t.requires_grad]
-        gradients = [g for t, g in ((x_MD, trip.dx[me]), (weight_MK, trip.dweight[me])) if t.requires_grad]
-        with wiretap() as backward:
-            torch.autograd.backward(differentiable, gradients) if differentiable else None
+        dx_MD, dweight_MK = trip.dx[me].clone(), trip.dweight[me].clone()
+        pairs = [(t, _fitting(g, t)) for t, g in ((x_MD, dx_MD), (weight_MK, dweight_MK)) if t.requires_grad]
+        with roll.step(f"{name}: backward", ranks) as backward:
+            torch.autograd.backward(*zip(*pairs, strict=True)) if pairs else None
         dx, dweight = trip.home(me, trip.dx), trip.home(me, trip.dweight)
+        held = ((x_TD, trip.x), (weight_TK, trip.weight), (index_TK, trip.index))
+        given = ((dx_MD, trip.dx), (dweight_MK, trip.dweight))
         seen |= {
             "backward": backward,
-            "dx": _equal(x_TD.grad, dx),
-            "dweight": _equal(weight_TK.grad, dweight),
+            "dx": _first_difference(dx, x_TD.grad),
+            "dweight": _first_difference(dweight, weight_TK.grad),
             "as: a token keeps only the gradient of its last row": _equal(x_TD.grad, trip.home(me, trip.dx, True)),
             "as: the gradients are divided by the number of ranks": x_TD.grad is not None
             and close(x_TD.grad * len(ranks), dx, 1e-2),
             "as: gradients stay where the tokens went": x_TD.grad is None or not bool(x_TD.grad.any()),
             "no dweight": weight_TK.grad is None or not bool(weight_TK.grad.any()),
+            "changed": not all(_equal(now.detach(), before[me]) for now, before in held + given),
         }
     return found
 
 
-def _observe_combine():
-    found = {}
-    for name, ranks, group, dtype in _settings():
-        trip, me = _Trip(ranks, dtype), list(ranks).index(collectives.rank_in())
+def _fitting(gradient, result):
+    """The gradient; or zeros, so that a result of a wrong shape gets through backward and is judged itself."""
+    return gradient if gradient.shape == result.shape else torch.zeros_like(result)
+
+
+def _observe_combine(path):
+    found, roll = {}, _RollCall(path)
+    for name, trip, me, group, ranks in _settings():
         route = expert.plan_route(trip.index[me], trip.here, group)
         y_MD = trip.y[me].clone().requires_grad_()
-        with wiretap() as forward:
+        with roll.step(f"{name}: forward", ranks) as forward:
             y_TD = expert.Combine.apply(y_MD, route)
-        expected = trip.home(me, trip.y)
+        expected, got = trip.home(me, trip.y), y_TD.detach().clone()
         rows = expected.new_tensor([max(1, sum((me, t) in a for a in trip.arrives)) for t in range(len(expected))])
         found[name] = seen = {
-            "y": _equal(y_TD.detach(), expected),
-            "dtype": y_TD.dtype == dtype,
-            "as: a token keeps only its last row": _equal(y_TD.detach(), trip.home(me, trip.y, True)),
-            "as: a mean over a token's rows, not their sum": y_TD.shape == expected.shape
-            and close(y_TD.detach() * rows[:, None], expected, 2e-2),
-            "changed": not _equal(y_MD.detach(), trip.y[me]),
+            "y": _first_difference(expected, got),
+            "dtype": y_TD.dtype == trip.y[me].dtype,
+            "as: a token keeps only its last row": _equal(got, trip.home(me, trip.y, True)),
+            "as: a mean over a token's rows, not their sum": got.shape == expected.shape
+            and close(got * rows[:, None], expected, 2e-2),
+            "as: the sums are divided by the number of ranks": close(got * len(ranks), expected, 2e-2),
             "forward": forward,
             "sent": sum(route.received),
             "received": sum(route.sent),
         }
-        with wiretap() as backward:
-            y_TD.backward(trip.dy[me]) if y_TD.requires_grad else None
+        dy_TD = trip.dy[me].clone()
+        with roll.step(f"{name}: backward", ranks) as backward:
+            y_TD.backward(_fitting(dy_TD, y_TD)) if y_TD.requires_grad else None
         dy = trip.at(me, trip.dy)
         seen |= {
             "backward": backward,
-            "dy": _equal(y_MD.grad, dy),
+            "dy": _first_difference(dy, y_MD.grad),
             "as: nothing is sent back": y_MD.grad is None or not bool(y_MD.grad.any()),
             "as: the gradients are divided by the number of ranks": y_MD.grad is not None
             and close(y_MD.grad * len(ranks), dy, 1e-2),
+            "changed": not (_equal(y_MD.detach(), trip.y[me]) and _equal(dy_TD, trip.dy[me])),
         }
     return found
 
@@ -345,11 +436,16 @@ def _observe_combine():
 def _run_trip(observe, path, fn):
     """What the ranks saw, or a verdict on why they did not get that far."""
     try:
-        return run_ranks(observe, R, timeout=LIMIT_S, overrides={path: fn}), None
+        return _run_with_roll_call(observe, {path: fn}), None
     except RankTimeout as timeout:
         return None, Verdict(False, "The ranks wait for each other.", "a deadlock", detail=str(timeout))
     except RankError as error:
         words = str(error)
+        if "LeftOutError" in error.cause:
+            return None, _left_out(error, outwards=path == DISPATCH)
+        counts = re.search(r"all_to_all over (\d+) ranks: send_counts=\[(.*?)\]", words)
+        if (counts and len(counts[2].split(",")) != int(counts[1])) or "splits not equal to group size" in words:
+            return None, wrong(*IN_A_PAIR)
         if "send_counts must add up" in words or "Split sizes" in words or "must match the size" in words:
             back = "backward" in error.remote_traceback.split("site-packages")[-1]
             where = "In backward" if back else "In forward"
@@ -358,9 +454,30 @@ def _run_trip(observe, path, fn):
         raise
 
 
+def _left_out(error, outwards):
+    """The verdict on a rank that stayed away.  `outwards`: forward goes from tokens to experts, backward home."""
+    setting, way = re.search(r"LeftOutError: (\w+): (\w+)", error.cause).groups()
+    has = {
+        "unwanted": "receive" if outwards == (way == "forward") else "send",
+        "neither": "send or receive",
+    }.get(setting, "send" if outwards == (way == "forward") else "receive")
+    where = "in backward, " if way == "backward" else ""
+    words = f"In {way}, rank {error.rank} makes no collective, and the others wait for it for ever."
+    return wrong(words, f"{where}a rank with nothing to {has} stays away")
+
+
 def _known(seen, setting, keys):
     """The misconception among `keys` that matches on every rank of a setting."""
     return next((key.removeprefix("as: ") for key in keys if all(s[setting][key] for s in seen)), None)
+
+
+def _spoiled(every, lead):
+    """A verdict on ranks that changed what they were handed, or that answer in another type; None if neither."""
+    if any(s["changed"] for s in every):
+        return wrong(f"{lead}What was handed over has changed.", "it overwrites its input")
+    if not all(s["dtype"] for s in every):
+        return wrong(f"{lead}The result has another dtype than the rows.", "another dtype than the caller's")
+    return None
 
 
 def _traffic(seen, columns, back_columns):
@@ -378,6 +495,8 @@ def _traffic(seen, columns, back_columns):
                 name = None
                 if ops == ["all_to_all"] and n_bytes in (2 * asked, 4 * asked):
                     name = "rows travel in a wider type"
+                elif ops == ["all_to_all"] and n_bytes * 8 in (4 * asked, 2 * asked, asked):
+                    name = "rows travel in a narrower type"
                 elif ops == ["all_to_all"] * len(ops) and len(ops) > 1:
                     name = "a message for every part of a row"
                 elif set(ops) & {"all_reduce", "reduce_scatter"}:
@@ -390,35 +509,31 @@ def _traffic(seen, columns, back_columns):
 
 
 def grade_dispatch(fn) -> Verdict:
-    """Four ranks with 4, 3, 0 and 6 tokens, three experts of eight each, some nowhere; in pairs; and in bf16."""
+    """Four ranks with 4, 3, 0 and 6 tokens, three experts of eight each, some nowhere; and the other SETTINGS."""
     seen, verdict = _run_trip(_observe_dispatch, DISPATCH, fn)
     if seen is None:
         return verdict
-    for setting in ("world", "pair", "bf16"):
+    for setting, lead in SETTINGS.items():
         every = [s[setting] for s in seen]
-        lead = {"world": "", "pair": "In a group of two: ", "bf16": "In bf16: "}[setting]
-        if not all(s["x"] and s["numbers"] and s["weight"] for s in every):
-            what = next(k for k in ("x", "numbers", "weight") if not all(s[k] for s in every))
-            if setting == "pair":
-                return wrong(*IN_A_PAIR)
-            if setting == "bf16" and not all(s["dtype"] for s in every):
-                return wrong("In bf16 something else than bf16 arrives.", "another dtype than the caller's")
-            names = {"x": "tokens", "numbers": "expert numbers", "weight": "weights"}
-            keys = {
-                "numbers": ["as: experts are numbered as in the whole model"],
-                "weight": ["as: weights of experts that live elsewhere travel too"],
-            }
-            rows = [(f"rows on rank {r}", s["n_out"][1], s["n_out"][0]) for r, s in enumerate(every)]
-            name = _known(seen, setting, keys.get(what, []))
-            return wrong(f"{lead}These are not the {names[what]} that should arrive.", name, rows)
-        if not all(s["dx"] for s in every):
+        if verdict := _spoiled(every, lead):
+            return verdict
+        known = {
+            "expert numbers": ["as: experts are numbered as in the whole model"],
+            "weights": ["as: weights of experts that live elsewhere travel too"],
+        }
+        for what in ("tokens", "expert numbers", "weights"):
+            if rows := _difference_rows(what, [s[what] for s in every]):
+                if setting == "pair":
+                    return wrong(*IN_A_PAIR, rows)
+                name = _known(seen, setting, known.get(what, []))
+                return wrong(f"{lead}These are not the {what} that should arrive.", name, rows)
+        if rows := _difference_rows("gradients", [s["dx"] for s in every]):
             name = _known(seen, setting, [k for k in every[0] if k.startswith("as: ") and "gradient" in k])
-            return wrong(f"{lead}The gradient of the tokens is not right.", name)
-        if not all(s["dweight"] for s in every):
-            name = "the weights get no gradient: the router cannot learn" if every[0]["no dweight"] else None
-            return wrong(f"{lead}The gradient of the weights is not right.", name)
-        if any(s["changed"] for s in every):
-            return wrong("Right, but the caller's tokens or experts have changed.", "it overwrites its input")
+            return wrong(f"{lead}The gradient of the tokens is not right.", name, rows)
+        if rows := _difference_rows("gradients", [s["dweight"] for s in every]):
+            none = all(s["no dweight"] for s in every)
+            name = "the weights get no gradient: the router cannot learn" if none else None
+            return wrong(f"{lead}The gradient of the weights is not right.", name, rows)
     if verdict := _traffic(seen, D + 2 * K, D + K):
         return verdict
     s = seen[0]["world"]
@@ -429,25 +544,22 @@ def grade_dispatch(fn) -> Verdict:
 
 
 def grade_combine(fn) -> Verdict:
-    """The way back of the same rows: sums at home, exact; in pairs; in bf16; and what travels."""
+    """The way back of the same rows: sums at home, exact, in all SETTINGS; and what travels."""
     seen, verdict = _run_trip(_observe_combine, COMBINE, fn)
     if seen is None:
         return verdict
-    for setting in ("world", "pair", "bf16"):
+    for setting, lead in SETTINGS.items():
         every = [s[setting] for s in seen]
-        lead = {"world": "", "pair": "In a group of two: ", "bf16": "In bf16: "}[setting]
-        if not all(s["y"] for s in every):
+        if verdict := _spoiled(every, lead):
+            return verdict
+        if rows := _difference_rows("sums", [s["y"] for s in every]):
             if setting == "pair":
-                return wrong(*IN_A_PAIR)
-            if not all(s["dtype"] for s in every):
-                return wrong(f"{lead}The result has another dtype.", "another dtype than the caller's")
-            keys = ("as: a token keeps only its last row", "as: a mean over a token's rows, not their sum")
-            return wrong(f"{lead}These are not the sums of what came home.", _known(seen, setting, keys))
-        if not all(s["dy"] for s in every):
-            keys = ("as: nothing is sent back", "as: the gradients are divided by the number of ranks")
-            return wrong(f"{lead}The gradient is not right.", _known(seen, setting, keys))
-        if any(s["changed"] for s in every):
-            return wrong("Right, but the caller's rows have changed.", "it overwrites its input")
+                return wrong(*IN_A_PAIR, rows)
+            keys = [k for k in every[0] if k.startswith("as: ") and "gradient" not in k and "back" not in k]
+            return wrong(f"{lead}These are not the sums of what came home.", _known(seen, setting, keys), rows)
+        if rows := _difference_rows("gradients", [s["dy"] for s in every]):
+            keys = ["as: nothing is sent back", "as: the gradients are divided by the number of ranks"]
+            return wrong(f"{lead}The gradient is not right.", _known(seen, setting, keys), rows)
     return _traffic(seen, D, D) or ok("Sums at home, and gradients out again, each by one all-to-all.")
 
 
