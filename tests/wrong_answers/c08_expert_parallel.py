@@ -529,11 +529,27 @@ def halves_loads_in_place(load_E, n_places, n_ranks):
     return copies
 
 
+def refuses_the_most(load_E, n_places, n_ranks):
+    if n_places >= len(load_E) * n_ranks:
+        raise ValueError("too many places")
+    return placement.copies_for(load_E, n_places, n_ranks)
+
+
+def copies_as_floats(load_E, n_places, n_ranks):
+    return [float(copies) for copies in placement.copies_for(load_E, n_places, n_ranks)]
+
+
+def asserts_what_can_be(load_E, n_places, n_ranks):
+    assert len(load_E) <= n_places <= len(load_E) * n_ranks
+    return placement.copies_for(load_E, n_places, n_ranks)
+
+
 # 8.6 ----------------------------------------------------------------------------------------------------------
 
 
 def _packing(key=None, load=lambda load, c: load / c, rank_load=True, limit=True, distinct=True):
     def pack(load_E, copies_E, n_ranks):
+        placement.pack(load_E, copies_E, n_ranks)  # which refuses what cannot be
         share = [load(x, c) for x, c in zip(load_E, copies_E, strict=True)]
         held, loads, places = [[] for _ in range(n_ranks)], [0.0] * n_ranks, sum(copies_E) // n_ranks
         for e in sorted(range(len(load_E)), key=(lambda e: key(e, share)) if key else (lambda e: -share[e])):
@@ -546,6 +562,10 @@ def _packing(key=None, load=lambda load, c: load / c, rank_load=True, limit=True
         return held
 
     return pack
+
+
+def by_whole_loads(load_E, copies_E, n_ranks):
+    return _packing(key=lambda e, _: -load_E[e])(load_E, copies_E, n_ranks)
 
 
 def filled_in_order(load_E, copies_E, n_ranks):
@@ -563,6 +583,22 @@ def uses_up_copies(load_E, copies_E, n_ranks):
     held = placement.pack(load_E, copies_E, n_ranks)
     copies_E[:] = [0] * len(copies_E)
     return held
+
+
+def no_last_resort(load_E, copies_E, n_ranks):
+    if max(copies_E) > n_ranks:
+        min([])  # what comes of `min` over the ranks that have a place and do not hold the expert
+    return placement.pack(load_E, copies_E, n_ranks)
+
+
+def packs_any_number(load_E, copies_E, n_ranks):
+    if sum(copies_E) % n_ranks:
+        return [[0, 2], [1]]
+    return placement.pack(load_E, copies_E, n_ranks)
+
+
+def one_list(load_E, copies_E, n_ranks):
+    return [e for held in placement.pack(load_E, copies_E, n_ranks) for e in held]
 
 
 # 8.7 ----------------------------------------------------------------------------------------------------------
@@ -676,6 +712,13 @@ WRONG = [
     Wrong("8.5", _copies(lambda load, c: (c == 1, load)), "one more for each of the busiest, and no third copy"),
     Wrong("8.5", _copies(lambda load, c: -c), "spare places are dealt out in order"),
     Wrong("8.5", _copies(lambda load, c: load / c, order=reversed), "of equal ones the last is taken"),
+    Wrong("8.5", _copies(lambda load, c: load // c), "loads are divided without remainder"),
+    Wrong("8.5", _copies(lambda load, c: int(load) / c), "loads are cut to whole numbers"),
+    Wrong("8.5", _copies(lambda load, c: (load / c, -c)), "of equal ones the one with the fewest copies is taken"),
+    Wrong("8.5", _copies(lambda load, c: (load / c, load)), "of equal ones the one with the highest load is taken"),
+    Wrong("8.5", refuses_the_most, "exactly E·R places are refused"),
+    Wrong("8.5", copies_as_floats, "not whole numbers"),
+    Wrong("8.5", asserts_what_can_be, "impossible numbers of places end in another error"),
     Wrong("8.5", rounded_shares, "shares of the load are rounded, and do not add up"),
     Wrong("8.5", only_the_spare_ones, "copies beyond the first, not all copies"),
     Wrong("8.5", takes_any_number, "impossible numbers of places are accepted"),
@@ -683,6 +726,12 @@ WRONG = [
     Wrong("8.6", _packing(key=lambda e, share: share[e]), "the lightest are placed first"),
     Wrong("8.6", _packing(key=lambda e, share: e), "experts are placed in the order of their numbers"),
     Wrong("8.6", _packing(load=lambda load, c: load), "a copy counts for the expert's whole load"),
+    Wrong("8.6", by_whole_loads, "the order goes by whole loads, not by a copy's share"),
+    Wrong("8.6", _packing(load=lambda load, c: load // c), "a copy's share is cut to a whole number"),
+    Wrong("8.6", _packing(load=lambda load, c: int(load) / c), "loads are cut to whole numbers"),
+    Wrong("8.6", no_last_resort, "an expert with more copies than ranks finds no place"),
+    Wrong("8.6", packs_any_number, "places that the ranks cannot share equally are accepted"),
+    Wrong("8.6", one_list, "not lists of expert numbers"),
     Wrong("8.6", _packing(rank_load=False), "they are dealt out in turn, whatever a rank has already"),
     Wrong("8.6", _packing(limit=False), "ranks have unequal numbers of places"),
     Wrong("8.6", filled_in_order, "a rank holds an expert twice"),
@@ -697,5 +746,5 @@ WRONG = [
     Wrong("8.7", nowhere_gets_a_place, "visits to nowhere get a place"),
     Wrong("8.7", experts_for_places, "expert numbers are taken for places"),
     Wrong("8.7", overwrites_visits, "it overwrites its input"),
-    Wrong("8.7", as_floats),
+    Wrong("8.7", as_floats, "places are not int64"),
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 All numbers that travel here are small integers, so that every sum is exact, whatever its order or type.
 """
 
+import operator
 import re
 import tempfile
 import time
@@ -578,8 +579,16 @@ def _true_copies(load_E, n_places, n_ranks):
     return _greedy(load_E, n_places, n_ranks, lambda load, c: load / c)
 
 
+def _whole_numbers(numbers):
+    """A list of ints; None if they are something else."""
+    try:
+        return [operator.index(x) for x in numbers]
+    except TypeError:
+        return None
+
+
 def grade_copies_for(fn) -> Verdict:
-    """Loads with one, two and no busy experts, with ties and with zeros; and places that are too few or too many."""
+    """Loads with one, two and no busy experts, with ties, zeros and fractions; and places too few, full or too many."""
     known = {
         "the busiest expert gets every spare place": lambda load, n, r: _greedy(load, n, r, lambda x, c: x),
         "loads count as if one copy more were there: x / (c + 1)": lambda load, n, r: _greedy(
@@ -591,26 +600,42 @@ def grade_copies_for(fn) -> Verdict:
             load, n, r, lambda x, c: (c == 1, x)
         ),
         "spare places are dealt out in order": lambda load, n, r: _greedy(load, n, r, lambda x, c: -c),
+        "loads are divided without remainder": lambda load, n, r: _greedy(load, n, r, lambda x, c: x // c),
+        "loads are cut to whole numbers": lambda load, n, r: _greedy(load, n, r, lambda x, c: int(x) / c),
+        "of equal ones the one with the fewest copies is taken": lambda load, n, r: _greedy(
+            load, n, r, lambda x, c: (x / c, -c)
+        ),
+        "of equal ones the one with the highest load is taken": lambda load, n, r: _greedy(
+            load, n, r, lambda x, c: (x / c, x)
+        ),
         "of equal ones the last is taken": lambda load, n, r: _greedy_last(load, n, r),
         "shares of the load are rounded, and do not add up": lambda load, n, r: [
             max(1, round(n * x / sum(load))) for x in load
         ],
         "copies beyond the first, not all copies": lambda load, n, r: [c - 1 for c in _true_copies(load, n, r)],
     }
-    cases = [
+    cases: list[tuple[list[float], int, int]] = [
         ([10, 6, 5, 1], 8, 4),
         ([3, 3, 3, 3], 6, 2),
         ([40, 1, 1, 0], 8, 4),
         ([100, 55, 55, 9, 8, 1], 12, 4),
         ([0, 7, 0], 4, 2),
         ([2, 9], 2, 2),
+        ([3, 7], 4, 3),
+        ([4, 2], 4, 3),
+        ([2, 4], 4, 3),
+        ([0.6, 0.9], 3, 2),
     ]
     asked = [_true_copies(*case) for case in cases]
     given = [(list(load), n, r) for load, n, r in cases]
-    got = [fn(*case) for case in given]
+    returned = [fn(*case) for case in given]
     if [case[0] for case in given] != [case[0] for case in cases]:
         return wrong("The caller's loads have changed.", "it uses up its input")
-    got = [list(g) if isinstance(g, (list, tuple)) else g for g in got]
+    got = [_whole_numbers(g) for g in returned]
+    if odd := [
+        (f"loads {case[0]}", e, r) for case, e, g, r in zip(cases, asked, got, returned, strict=True) if g is None
+    ]:
+        return wrong("It should return a list of E whole numbers.", "not whole numbers", odd[:1])
     rows = [
         (f"loads {load}, {n} places on {r} ranks", e, g)
         for (load, n, r), e, g in zip(cases, asked, got, strict=True)
@@ -619,11 +644,21 @@ def grade_copies_for(fn) -> Verdict:
     if rows:
         name = next((name for name, f in known.items() if got == [f(*case) for case in cases]), None)
         return wrong("These are not the copies whose heaviest is the lightest.", name, rows[:4])
+    try:
+        full = _whole_numbers(fn([3, 5], 6, 3))
+    except ValueError as error:
+        words = f"2 experts on 3 ranks can fill 6 places, but it raised ValueError: {error}"
+        return wrong(words, "exactly E·R places are refused")
+    if full != [3, 3]:
+        return wrong("These are not the copies that fill E·R places.", None, [("6 places, 3 ranks", [3, 3], full)])
     for n_places in (3, 9):
         try:
             fn([1, 1, 1, 1], n_places, 2)
         except ValueError:
             continue
+        except Exception as error:
+            words = f"4 experts on 2 ranks cannot fill {n_places} places: raise ValueError, not {type(error).__name__}."
+            return wrong(words, "impossible numbers of places end in another error")
         words = f"4 experts on 2 ranks cannot fill {n_places} places: raise ValueError."
         return wrong(words, "impossible numbers of places are accepted")
     load, n_places, _ = cases[3]
@@ -645,32 +680,26 @@ def _greedy_last(load_E, n_places, most):
 
 def grade_pack(fn) -> Verdict:
     """Any packing passes that fills equal places, holds no expert twice on a rank, and is as even as longest-first."""
-    cases = [
+    cases: list[tuple[list[float], list[int], int]] = [
         ([9, 8, 2, 1, 7, 6, 4, 3], [1] * 8, 4),
         ([1, 1, 9, 9, 1, 1, 1, 1], [1] * 8, 2),
         ([12, 1, 1, 1, 1], [4, 1, 1, 1, 1], 4),
         ([40, 22, 20, 9, 8, 7, 3, 2], [3, 2, 2, 1, 1, 1, 1, 1], 4),
         ([12, 10, 9, 5, 4], [2, 1, 1, 1, 1], 3),
         ([20, 1, 1, 1], [1] * 4, 2),
+        ([2, 3, 3, 1], [1, 2, 2, 1], 3),
+        ([1, 2, 3, 2], [1, 2, 2, 1], 3),
+        ([0.4, 0.8, 0.6, 0.2], [1] * 4, 2),
     ]
     given = [(list(load), list(copies), n) for load, copies, n in cases]
     got = [fn(*case) for case in given]
     if [case[:2] for case in given] != [(load, copies) for load, copies, _ in cases]:
         return wrong("The caller's lists have changed.", "it uses up its input")
-    for (load, copies, n), packed in zip(cases, got, strict=True):
-        label = f"loads {load}, copies {copies}, {n} ranks"
-        expert_RS = [list(held) for held in packed]
-        places = [len(held) for held in expert_RS]
-        if len(places) != n or sum(places) != sum(copies) or len(set(places)) > 1:
-            name = "ranks have unequal numbers of places" if sum(places) == sum(copies) and len(places) == n else None
-            return wrong("Every rank needs the same number of places.", name, [(label, [sum(copies) // n] * n, places)])
-        counts = Counter(e for held in expert_RS for e in held)
-        if [counts[e] for e in range(len(load))] != copies:
-            held = [counts[e] for e in range(len(load))]
-            return wrong("An expert has not as many copies as it should.", "copies are lost", [(label, copies, held)])
-        if any(len(set(held)) < len(held) for held in expert_RS):
-            rows = [(label, "no expert twice on a rank", expert_RS)]
-            return wrong("Two copies on one rank share nothing.", "a rank holds an expert twice", rows)
+    for case, packed in zip(cases, got, strict=True):
+        if verdict := _not_allowed(*case, packed):
+            return verdict
+    if verdict := _at_the_limits(fn):
+        return verdict
     busiest = [max(placement.rank_loads(case[0], g)) for case, g in zip(cases, got, strict=True)]
     asked = [max(placement.rank_loads(case[0], _true_pack(*case))) for case in cases]
     busier = [
@@ -686,8 +715,17 @@ def grade_pack(fn) -> Verdict:
             "experts are placed in the order of their numbers": lambda load, copies, n: _true_pack(
                 load, copies, n, key=lambda e: e
             ),
+            "the order goes by whole loads, not by a copy's share": lambda load, copies, n: _true_pack(
+                load, copies, n, key=lambda e: -load[e]
+            ),
             "a copy counts for the expert's whole load": lambda load, copies, n: _true_pack(
-                load, copies, n, whole=True
+                load, copies, n, share_of=lambda x, c: x
+            ),
+            "a copy's share is cut to a whole number": lambda load, copies, n: _true_pack(
+                load, copies, n, share_of=lambda x, c: x // c
+            ),
+            "loads are cut to whole numbers": lambda load, copies, n: _true_pack(
+                load, copies, n, share_of=lambda x, c: int(x) / c
             ),
             "they are dealt out in turn, whatever a rank has already": lambda load, copies, n: _true_pack(
                 load, copies, n, blind=True
@@ -704,8 +742,57 @@ def grade_pack(fn) -> Verdict:
     return ok("Equal places, no expert twice on a rank, and even loads.", [("busiest ranks", asked, busiest)])
 
 
-def _true_pack(load_E, copies_E, n_ranks, key=None, whole=False, blind=False):
-    share = [x if whole else x / c for x, c in zip(load_E, copies_E, strict=True)]
+def _not_allowed(load, copies, n, packed):
+    """A verdict on a packing that breaks a rule; None for one that may be."""
+    label = f"loads {load}, copies {copies}, {n} ranks"
+    try:
+        expert_RS = [_whole_numbers(held) for held in packed]
+    except TypeError:
+        expert_RS = [None]
+    if None in expert_RS:
+        words = "It should return R lists of expert numbers."
+        return wrong(words, "not lists of expert numbers", [(label, f"{n} lists", packed)])
+    places = [len(held) for held in expert_RS]
+    if len(places) != n or sum(places) != sum(copies) or len(set(places)) > 1:
+        name = "ranks have unequal numbers of places" if sum(places) == sum(copies) and len(places) == n else None
+        return wrong("Every rank needs the same number of places.", name, [(label, [sum(copies) // n] * n, places)])
+    counts = Counter(e for held in expert_RS for e in held)
+    if [counts[e] for e in range(len(load))] != copies:
+        held = [counts[e] for e in range(len(load))]
+        return wrong("An expert has not as many copies as it should.", "copies are lost", [(label, copies, held)])
+    for e in range(len(load)):
+        on_each = [held.count(e) for held in expert_RS]
+        if max(on_each) > 1 and min(on_each) == 0:
+            rows = [(f"{label}: expert {e} on each rank", "once at most", on_each)]
+            return wrong("Two copies on one rank share nothing.", "a rank holds an expert twice", rows)
+    return None
+
+
+def _at_the_limits(fn):
+    """A verdict on what happens with more copies than ranks, or with places that the ranks cannot share."""
+    load, copies, n = [6, 1], [3, 1], 2
+    last_resort = "an expert with more copies than ranks finds no place"
+    try:
+        packed = fn(list(load), list(copies), n)
+    except (ValueError, IndexError) as error:
+        words = f"Expert 0 has 3 copies on 2 ranks, so one of them must hold two; it raised {type(error).__name__}."
+        return wrong(words, last_resort, [(f"loads {load}, copies {copies}", [[0, 0], [0, 1]], str(error))])
+    if verdict := _not_allowed(load, copies, n, packed):
+        verdict.misconception = last_resort
+        return verdict
+    try:
+        packed = fn([3, 2, 1], [1, 1, 1], 2)
+    except ValueError:
+        return None
+    except Exception as error:
+        packed = type(error).__name__
+    words = "2 ranks cannot share 3 places equally: raise ValueError."
+    rows = [("loads [3, 2, 1], copies [1, 1, 1], 2 ranks", "ValueError", packed)]
+    return wrong(words, "places that the ranks cannot share equally are accepted", rows)
+
+
+def _true_pack(load_E, copies_E, n_ranks, key=None, share_of=lambda load, copies: load / copies, blind=False):
+    share = [share_of(x, c) for x, c in zip(load_E, copies_E, strict=True)]
     held, loads, places = [[] for _ in range(n_ranks)], [0.0] * n_ranks, sum(copies_E) // n_ranks
     for e in sorted(range(len(load_E)), key=key or (lambda e: -share[e])):
         for _ in range(copies_E[e]):
@@ -759,8 +846,13 @@ def grade_share_visits(fn) -> Verdict:
     got = [fn(*case) for case in given]
     if any(not (torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])) for a, b in zip(given, cases, strict=True)):
         return wrong("The caller's tensors have changed.", "it overwrites its input")
-    if any(g.shape != e.shape or g.dtype != torch.int64 for g, e in zip(got, asked, strict=True)):
-        return wrong("Places are int64, of the shape of the visits.", None, [("shape", asked[0].shape, got[0].shape)])
+    kinds = [
+        (f"visits {case[0].tolist()}", f"torch.int64 {tuple(e.shape)}", f"{_kind(g)} {tuple(getattr(g, 'shape', ()))}")
+        for case, e, g in zip(cases, asked, got, strict=True)
+    ]
+    if odd := [row for row in kinds if row[1] != row[2]]:
+        name = "places are not int64" if "torch.int64" not in odd[0][2] else None
+        return wrong("Places are int64, of the shape of the visits.", name, odd[:1])
     if all(torch.equal(g, e) for g, e in zip(got, asked, strict=True)):
         counts = got[0].flatten().bincount(minlength=len(expert_P) + 1)[: len(expert_P)].tolist()
         return ok("Copies take turns, and ranks begin at different ones.", [("visits of each place", counts, counts)])
