@@ -633,7 +633,7 @@ def grade_copies_for(fn) -> Verdict:
         return wrong("The caller's loads have changed.", "it uses up its input")
     got = [_whole_numbers(g) for g in returned]
     if odd := [
-        (f"loads {case[0]}", e, r) for case, e, g, r in zip(cases, asked, got, returned, strict=True) if g is None
+        (f"loads {case[0]}", e, repr(r)) for case, e, g, r in zip(cases, asked, got, returned, strict=True) if g is None
     ]:
         return wrong("It should return a list of E whole numbers.", "not whole numbers", odd[:1])
     rows = [
@@ -856,11 +856,12 @@ def grade_share_visits(fn) -> Verdict:
     if all(torch.equal(g, e) for g, e in zip(got, asked, strict=True)):
         counts = got[0].flatten().bincount(minlength=len(expert_P) + 1)[: len(expert_P)].tolist()
         return ok("Copies take turns, and ranks begin at different ones.", [("visits of each place", counts, counts)])
-    rows = [
-        (f"visits {i.flatten().tolist()}, rank {r}", e.flatten().tolist(), g.flatten().tolist())
-        for (i, _, r), e, g in zip(cases, asked, got, strict=True)
-        if not torch.equal(e, g)
-    ]
+    rows = []
+    for (i, _, r), e, g in zip(cases, asked, got, strict=True):
+        if bool((g != e).any()):
+            first = int((g != e).flatten().nonzero()[0])
+            label = f"rank {r}, visits {i.flatten()[: first + 1].tolist()}: place of the last"
+            rows.append((label, int(e.flatten()[first]), int(g.flatten()[first])))
     held = torch.cat([expert_P, torch.tensor([4])])
     wrong_expert = any(
         bool(((g < 0) | (g > len(expert_P))).any()) or not torch.equal(held[g], case[0])
@@ -877,7 +878,7 @@ def grade_share_visits(fn) -> Verdict:
         else None,
     )
     words = "Some visits end at another expert." if wrong_expert else "The right experts, but not by turns."
-    return wrong(words, name, rows[:3])
+    return wrong(f"{words} The places hold experts {expert_P.tolist()}.", name, rows[:3])
 
 
 # --- what the chapter shows besides ---------------------------------------------------------------------------
