@@ -27,15 +27,16 @@ cost_box(
 # Tensor parallelism (chapter 04) would split each expert, and every token would go everywhere. Expert parallelism keeps
 # experts whole: a rank holds some of them and gets only the tokens that want them.
 #
-# **Predict.** Eight experts on four ranks, two for each token, and 512 tokens on each rank. How many rows
-# does a rank send in a layer? How many would it send if every rank simply gathered all tokens? And for which of the two
-# does the text matter? Write it down.
+# **Predict.** Eight experts on four ranks, two for each token, and 512 tokens on each rank. A *row* is one token on its
+# way to one other rank. How many rows does a rank send in a layer? How many would it send if every rank simply gathered
+# all tokens? And for which of the two does the text matter? Write it down.
 #
 # ## 1 · Which tokens go where
 #
 # Rank r holds experts r·2 and r·2 + 1. If both experts of a token live on one rank, the token goes there once: its row
-# carries both weights, and one row comes back, already summed. Here are the first tokens of a Chinese poem, and where
-# layer 3 of the model that ships with the course sends them:
+# carries both weights, and one row comes back, already summed. If one of them lives on the token's own rank, that row
+# stays where it is. Here are the first tokens of a Chinese poem, on rank 0, and where layer 3 of the model that ships
+# with the course sends them:
 
 # %%
 from deepseek_lab.data.corpus import load_corpus
@@ -76,6 +77,11 @@ with theme.figure(figsize=(7.5, 2.8)) as (figure, axes):
 show_figure(figure)
 
 # %% [markdown]
+# Some visits do not take place: those of padding, and those that capacity drops (chapter 07). The router sends them to
+# *nowhere*, which has the number E, one more than the last of the E experts.
+#
+# Rows that stay are counted like all others: the all-to-all hands them over without sending anything.
+#
 # ### Exercise 8.1 · `tokens_for_ranks`  (core, 15 minutes)
 
 # %% exercise: deepseek_lab.parallel.expert.tokens_for_ranks
@@ -84,7 +90,7 @@ show_figure(figure)
 check(tokens_for_ranks)
 
 # %% [markdown]
-# How many rows are that, in the mean, if experts were chosen at random?
+# How many rows would that be, in the mean, if experts were chosen at random? Without those that stay:
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(0)
@@ -102,11 +108,14 @@ for n_ranks in (2, 4, 8, 64):
     print(f"{n_ranks:12} ranks {small:>17} {rows_a_token(8, 256, n_ranks):18.2f} {n_ranks - 1:15}")
 
 # %% [markdown]
-# Never more than an all-gather, and never more than K, however many ranks there are.
+# Never more than an all-gather, and never more than K, however many ranks there are. For the four ranks of your
+# prediction that is about 1.4 rows a token, some 710 in all, where an all-gather has 3 · 512 = 1536. Real text will
+# follow in section 3.
 #
 # ## 2 · Counts first
 #
-# How many rows will come from each rank depends on their tokens. A receiver must know before it can receive.
+# How many rows will come from each rank depends on their tokens. A receiver must know before it can receive. Counts
+# are int64, and so they travel: 8 bytes for each rank.
 #
 # ### Exercise 8.2 · `exchange_counts`  (warm-up, 5 minutes)
 
@@ -145,8 +154,8 @@ for n_tokens in ([5, 3, 2, 4], [5, 3, 2, 0]):
         print(n_tokens, "tokens:", error)
 
 # %% [markdown]
-# It ran for weeks, until one rank's batch was all padding. Who waits for whom, and would it help to look whether the
-# rank has anything to *receive*?
+# It ran for weeks, until one rank's batch was all padding. Who waits for whom? The colleague wants to mend it: a rank
+# shall return early only if it has no tokens *and* none come to it. Would that be safe?
 
 # %%
 hint("8-hang")
@@ -163,13 +172,23 @@ hint("8-hang")
 # Backward goes the same way in the other direction: the gradient of y is dispatched, the gradients of the rows are
 # combined. So each of the two is the other's backward, with the same counts, sent and received in each other's place.
 #
-# A `Route` holds what both need: `token_n`, the tokens in the order in which they are sent; `sent` and `received`, rows
-# to and from each rank; `local_numbers(index_TK)`, for every row sent the expert numbers as its receiver counts them;
-# and `add_up(rows_nC)`, for each token the sum of its rows.
+# A `Route` holds what both need:
+#
+# | | |
+# |---|---|
+# | `route.n_tokens` | T, the tokens of this rank |
+# | `route.here` | El, the experts that live on one rank: E/R of them |
+# | `route.token_n` | the tokens of the n rows, in the order in which they are sent |
+# | `route.sent`, `route.received` | rows to each rank, and from each: lists of R numbers |
+# | `route.group` | the ranks that take part, for `collectives` |
+# | `route.local_numbers(index_TK)` | (n, K): the experts of each row, as its receiver counts them; El: not there |
+# | `route.add_up(rows_nC)` | (T, C): for each token the sum of its rows |
 #
 # ### Exercise 8.3 · `Dispatch`  (core, 25 minutes)
 #
-# A row is x, then K weights, then K expert numbers, so that one message does.
+# A row is x, then K weights, then K expert numbers, so that one message does. All of it has the dtype of x, the numbers
+# too: whole numbers up to 256 are exact even in bf16. In backward a row is dx and K gradients of weights. There is
+# nothing to mask: an expert that lives elsewhere had no part in the result, so its weight's gradient is 0 already.
 
 # %% exercise: deepseek_lab.parallel.expert.Dispatch
 
@@ -209,13 +228,16 @@ with theme.figure(figsize=(3.2, 3.2)) as (figure, axes):
 show_figure(figure)
 
 # %% [markdown]
-# Same loss, and fewer rows than an all-gather. The matrix is measured from our own messages. Its columns are very
-# different: that is the subject of section 5.
+# Same loss, and fewer rows than an all-gather. Compare with your prediction: chosen at random, it would be some 710
+# rows from every rank. Here they are from 542 to 998: what a rank sends depends on its text. An all-gather would send
+# 1536 whatever the text. The matrix is measured from our own messages, so rows that stay are not in it. Its columns are
+# very different: that is the subject of section 5.
 #
 # ## 4 · Find the bug: gradients that AdamW hides
 #
-# An expert lives on one rank and sees the tokens of all: its gradient is complete there. Everything else is on all
-# ranks, and has to be averaged. Two colleagues wrote that down, and trained:
+# The loss of each rank is the mean over its *own* tokens, and all ranks have as many. An expert lives on one rank and
+# sees the tokens of all: its gradient is complete there. Everything else is on all ranks, and has to be averaged. Two
+# colleagues wrote that down, and trained:
 
 # %%
 from deepseek_lab.learn.chapters.c08_expert_parallel import (
@@ -237,19 +259,21 @@ with theme.figure(figsize=(7.5, 2.6), ncols=2) as (figure, axes):
 show_figure(figure)
 
 # %% [markdown]
-# Twenty steps of AdamW, and the losses lie on each other. But one of the gradients grows with the number of ranks, on
-# the same batch. Whoever clips by its norm trains another model. This is the suspect:
+# Twenty steps of AdamW, and the losses lie on each other. But with `suspect_gradients` the norm of the gradient grows
+# with the number of ranks, on the same batch. Whoever clips by the norm trains another model.
+#
+# Of which parameters is the gradient wrong, and by what factor? Measure it in a cell of your own. On each rank,
+# `compare_with_serial(finish)` takes one step and returns {parameter: the norm of its gradient, over that of one
+# process with all tokens}; `finish` is one of the two functions in the picture.
+
+# %%
+# Your measurement.
+
+# %% [markdown]
+# Then find the line that does it:
 
 # %%
 print(inspect.getsource(suspect_gradients))
-
-# %% [markdown]
-# What is wrong, and by how much? One cell of yours can tell: `compare_with_serial` gives the ratio of each gradient's
-# norm to that of one process. Try it on both **before** you open the hint.
-
-# %%
-ratios = run_ranks(compare_with_serial, 4, spread_gradients)[0]
-print("spread_gradients: ratios from", *(f"{value:.6f}" for value in (min(ratios.values()), max(ratios.values()))))
 hint("8-bug")
 
 # %% [markdown]
@@ -274,6 +298,9 @@ show_figure(figure)
 # which experts are held twice, and the copies are packed so that all GPUs have as much to do (its section 3.4.1). The
 # price is memory: when it reads prompts, a GPU holds 9 experts of a layer in place of 8.
 #
+# A GPU's room for one expert is called a *place*. First: how many copies of each expert? Loads are numbers of any kind;
+# they need not be whole.
+#
 # ### Exercise 8.5 · `copies_for`  (core, 15 minutes)
 
 # %% exercise: deepseek_lab.plan.placement.copies_for
@@ -282,6 +309,8 @@ show_figure(figure)
 check(copies_for)
 
 # %% [markdown]
+# Then: which copies on which rank? All R ranks have the same number of places, S.
+#
 # ### Exercise 8.6 · `pack`  (core, 20 minutes)
 
 # %% exercise: deepseek_lab.plan.placement.pack
@@ -315,7 +344,9 @@ slider_figure(
 #
 # ## 6 · Copies at work
 #
-# If expert 2 has three copies, who gets which visit? They take turns. Each rank counts for itself, without asking.
+# If expert 2 has three copies, who gets which visit? They take turns. Each rank counts for itself, without asking. The
+# P = R · S places are numbered through, first those of rank 0. From here on visits go to places, as they went to
+# experts so far, and place number P is nowhere.
 #
 # ### Exercise 8.7 · `share_visits`  (stretch, 20 minutes)
 

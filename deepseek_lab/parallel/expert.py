@@ -33,7 +33,8 @@ from . import collectives, tensor
 def tokens_for_ranks(index_TK, here, n_ranks):
     """Which tokens go to which rank, if rank r holds experts r·here to (r+1)·here - 1.
 
-    A token goes once to every rank that holds any of its experts, and to none for a visit to nowhere, number E.
+    A token goes once to every rank that holds any of its experts.  Number E, for E = here·R experts on R ranks, is
+    nowhere: such a visit takes the token to no rank.
 
     Returns:
         token_n: (n,) the tokens in the order in which they are sent: by rank, and for each rank in their own order.
@@ -45,9 +46,9 @@ def tokens_for_ranks(index_TK, here, n_ranks):
 
 
 def exchange_counts(sent_R, group=None):
-    """How many rows will come from each rank, (R,), when this one sends `sent_R` (R,) to them; int64.
+    """How many rows will come from each of the R ranks, (R,), when this one sends `sent_R` (R,) to them.
 
-    One all-to-all, in which a rank learns only what concerns it.
+    One all-to-all, in which a rank learns only what concerns it.  Counts are int64, and travel so.
     """
     each = [1] * collectives.size_of(group)
     return collectives.all_to_all(sent_R, each, each, group)
@@ -60,8 +61,8 @@ class Dispatch(torch.autograd.Function):
     def forward(ctx, x_TD, weight_TK, index_TK, route):
         """This rank's tokens (T, D), weights and experts (T, K); the same of those that arrive here: M instead of T.
 
-        Experts are numbered from the first of the rank where the row goes; one that lives elsewhere has number El, and
-        weight 0.
+        Experts are numbered from the first of the rank where the row goes; one that lives elsewhere has number
+        El = `route.here`, and weight 0.  Rows travel in the dtype of x; numbers arrive as int64.
         """
         ctx.route, (D, K) = route, (x_TD.shape[1], index_TK.shape[1])
         local_nK = route.local_numbers(index_TK)
@@ -73,6 +74,7 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx_MD, dweight_MK, _):
+        """Gradients of what arrived; of x_TD and weight_TK.  Experts that live elsewhere have left 0 in dweight_MK."""
         route, D = ctx.route, dx_MD.shape[1]
         rows_MC = torch.cat([dx_MD, dweight_MK], dim=1)
         rows_nC = collectives.all_to_all(rows_MC, route.received, route.sent, route.group)
@@ -91,15 +93,17 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_TD):
+        """The gradient of the sums (T, D); of the rows y_MD."""
         route = ctx.route
         return collectives.all_to_all(dy_TD[route.token_n], route.sent, route.received, route.group), None
 
 
 def share_visits(index_TK, expert_P, rank=0):
-    """The place (T, K) of every visit, when some experts have several: `expert_P` says which expert each place holds.
+    """The place (T, K) of every visit, when experts may have several: `expert_P` says which each of P places holds.
 
-    The visits of an expert take turns among its places, as they come.  Rank r begins at turn r: otherwise the first
-    place would get the odd visit of every rank.  Visits to nowhere, expert number E, go to nowhere, place number P.
+    Places are counted over all ranks.  The visits of an expert take turns among its places, as they come.  Rank r
+    begins at turn r: otherwise the first place would get the odd visit of every rank.  Visits to nowhere, expert number
+    E, stay nowhere, as place number P.
     """
     index_N = index_TK.flatten()
     expert_P = torch.cat([expert_P, expert_P.max()[None] + 1])  # nowhere is one more expert, with one place

@@ -24,9 +24,9 @@ def contiguous(n_experts: int, n_ranks: int) -> tuple[tuple[int, ...], ...]:
 def copies_for(load_E, n_places, n_ranks):
     """How many copies each expert gets, so that together they fill `n_places`: a list of E numbers.
 
-    One each; then, one at a time, another for the expert whose copies have the most to do, the lowest number first
-    where several have.  No other numbers make the heaviest copy lighter.  An expert gets at most `n_ranks` copies: a
-    second one on the same rank would take nothing off it.
+    One each; then, one at a time, another for the expert whose copies have the most to do; if several have as much, for
+    the one with the lowest number.  No other numbers make the heaviest copy lighter.  An expert gets at most `n_ranks`
+    copies: a second one on the same rank would take nothing off it.
 
     Raises:
         ValueError: when the places are fewer than the experts, or more than E·R.
@@ -44,12 +44,12 @@ def copies_for(load_E, n_places, n_ranks):
 
 
 def pack(load_E, copies_E, n_ranks):
-    """Put the copies on `n_ranks` ranks with equal numbers of places: a list of R lists of S experts.
+    """Put the copies on R = `n_ranks` ranks, S = sum(copies_E) / R places on each: a list of R lists of S experts.
 
-    The heaviest copies first, each on the least loaded rank that has a free place and does not hold that expert; the
-    lowest number where several do.  (Longest processing time first: Graham, "Bounds on multiprocessing timing
-    anomalies", 1969, with places as a limit.)  Only where every rank with a free place holds the expert does one get it
-    twice; with the copies of `copies_for` that has not been seen.
+    The heaviest copies first, each on the least loaded rank that has a free place and does not hold that expert; if
+    several ranks have as little, on the one with the lowest number.  (Longest processing time first: Graham, "Bounds on
+    multiprocessing timing anomalies", 1969, with places as a limit.)  Only where every rank with a free place holds the
+    expert does one get it twice; with the copies of `copies_for` that has not been seen.
 
     Raises:
         ValueError: when the ranks do not divide the copies.

@@ -13,9 +13,10 @@ BLUE, VERMILION, GREEN = theme.TONES[:3]
 
 
 def draw_routes(axes: Any, index_TK: Sequence[Sequence[int]], token_n: Sequence[int], sent_R: Sequence[int]) -> None:
-    """Tokens from left to right, experts from top to bottom: a dot for a visit, a box for a row sent to a rank.
+    """Tokens of rank 0 from left to right, experts from top to bottom: a dot for a visit, a box for a row to a rank.
 
-    `index_TK`: experts of each token; `token_n`, `sent_R`: what `tokens_for_ranks` made of them.
+    Rows for rank 0 itself have an empty box: they stay.  `index_TK`: experts of each token; `token_n`, `sent_R`: what
+    `tokens_for_ranks` made of them.
     """
     n_ranks = len(sent_R)
     here = -(-(max(map(max, index_TK)) + 1) // n_ranks)
@@ -23,7 +24,7 @@ def draw_routes(axes: Any, index_TK: Sequence[Sequence[int]], token_n: Sequence[
     for rank, n_rows in enumerate(sent_R):
         for token in token_n[start : start + n_rows]:
             x, y = token - 0.42, rank * here - 0.45
-            axes.add_patch(_box(x, y, 0.84, here - 0.1, theme.TONES[rank % 6]))
+            axes.add_patch(_box(x, y, 0.84, here - 0.1, theme.TONES[rank % 6], filled=rank > 0))
         start += n_rows
     visits = [(t, e) for t, experts in enumerate(index_TK) for e in experts]
     axes.scatter(*zip(*visits, strict=True), s=16, color=theme.INK, zorder=3)
@@ -31,15 +32,20 @@ def draw_routes(axes: Any, index_TK: Sequence[Sequence[int]], token_n: Sequence[
         axes.axhline(rank * here - 0.5, color=theme.INK, linewidth=0.6, linestyle=":")
     axes.set(xlim=(-0.7, len(index_TK) - 0.3), ylim=(n_ranks * here - 0.5, -0.5), xlabel="token")
     axes.set_yticks(range(n_ranks * here), [f"rank {e // here}, expert {e}" for e in range(n_ranks * here)], fontsize=8)
-    axes.set_title(f"{len(index_TK)} tokens, {len(visits)} visits (dots), {len(token_n)} rows to send (boxes)")
+    away = len(token_n) - sent_R[0]
+    axes.set_title(
+        f"{len(index_TK)} tokens of rank 0, {len(visits)} visits (dots): "
+        f"{away} rows travel (filled boxes), {sent_R[0]} stay (empty boxes)"
+    )
 
 
-def _box(x: float, y: float, width: float, height: float, tone: str) -> Any:
+def _box(x: float, y: float, width: float, height: float, tone: str, filled: bool) -> Any:
     from matplotlib.patches import FancyBboxPatch
 
-    return FancyBboxPatch(
-        (x + 0.1, y + 0.1), width - 0.2, height - 0.2, boxstyle="round,pad=0.1", facecolor=tone, alpha=0.45, linewidth=0
+    look: dict[str, Any] = (
+        {"facecolor": tone, "alpha": 0.45, "linewidth": 0} if filled else {"fill": False, "edgecolor": tone}
     )
+    return FancyBboxPatch((x + 0.1, y + 0.1), width - 0.2, height - 0.2, boxstyle="round,pad=0.1", **look)
 
 
 def draw_loads(axes: Any, loads: Mapping[str, Sequence[float]], n_ranks: int) -> None:

@@ -8,8 +8,10 @@ from deepseek_lab.viz import expert, theme
 def test_a_dot_for_every_visit_and_a_box_for_every_row():
     with theme.figure() as (figure, axes):
         expert.draw_routes(axes, [[0, 1], [3, 0]], token_n=[0, 1, 1], sent_R=[2, 1])
-    assert axes.get_title() == "2 tokens, 4 visits (dots), 3 rows to send (boxes)"
-    assert len(axes.patches) == 3
+    assert axes.get_title() == (
+        "2 tokens of rank 0, 4 visits (dots): 1 rows travel (filled boxes), 2 stay (empty boxes)"
+    )
+    assert [box.get_fill() for box in axes.patches] == [False, False, True]
     assert axes.collections[0].get_offsets().tolist() == [[0, 0], [0, 1], [1, 3], [1, 0]]
     assert theme.png(figure)
 

@@ -1021,8 +1021,10 @@ HINTS = {
         "Who is waiting, and in what? Which rank is missing there, and what did it have to do?",
         "An all-to-all is complete when *all* ranks of the group have come. Rank 3 had no tokens to send. Might it "
         "have had some to receive?",
-        "Rank 3 returns early, because it has no tokens; but it holds experts for which the others have some. Even if "
-        "it had none of either, its peers could not know. Leave no collective out: send zero rows.",
+        "Rank 3 returns early, because it has no tokens; but it holds experts, and the others may have tokens for "
+        "them. Whether any come it learns only from the counts, which are a collective themselves. And where it stays "
+        "away from a later one, because nothing is to come or go, its peers still wait for it. So the mend would hang "
+        "as well. Leave no collective out: send zero rows.",
     ),
     "8-bug": (
         "The batch is the same on 1, 2 and 4 ranks. Then so must be its gradient, and the norm of it. Of which "
