@@ -201,6 +201,9 @@ def reference_of(cell: Cell) -> tuple[Any, ...]:
     return cell["tied"], cell["q_lora_rank"], cell["capacity_factor"], cell["uneven"], layers_of(cell)
 
 
+_references: dict[tuple[Any, ...], Run] = {}  # by `reference_of`; no plant reaches them
+
+
 def run_cells(
     cells: Iterable[Cell], out: Path, *, plant: Callable[[], None] | None = None, timeout: float = 300
 ) -> list[Report]:
@@ -209,7 +212,10 @@ def run_cells(
     `plant` is called first on every rank, to patch a mistake in.
     """
     cells = list(cells)
-    references = {reference_of(cell): serial(cell, out) for cell in cells}
+    for cell in cells:
+        if (key := reference_of(cell)) not in _references:
+            _references[key] = serial(cell, out)
+    references = {key: _references[key] for key in map(reference_of, cells)}
     reports: dict[int, Report] = {}
     by_size = sorted(range(len(cells)), key=lambda n: (world_size(cells[n]), cells[n]["dp"]))
     for size, numbers in itertools.groupby(by_size, key=lambda n: world_size(cells[n])):
