@@ -306,6 +306,12 @@ class ZeroesWeightsInPlace(OwnDispatch):
         return answer
 
 
+class LosesARow(OwnDispatch):
+    @staticmethod
+    def forward(ctx, x_TD, weight_TK, index_TK, route):
+        return tuple(part[:-1] for part in OwnDispatch.forward(ctx, x_TD, weight_TK, index_TK, route))
+
+
 class DispatchInTheWorld(OwnDispatch):
     @staticmethod
     def forward(ctx, x_TD, weight_TK, index_TK, route):
@@ -457,6 +463,13 @@ class CombineInSingle(OwnCombine):
         ctx.route = route
         narrow = torch.float32 if y_MD.dtype == torch.float64 else y_MD.dtype
         return route.add_up(_home(y_MD.to(narrow), route).to(y_MD.dtype))
+
+
+class RowsNotAddedUp(OwnCombine):
+    @staticmethod
+    def forward(ctx, y_MD, route):
+        ctx.route = route
+        return _home(y_MD, route)
 
 
 class CombineInTheWorld(OwnCombine):
@@ -679,6 +692,7 @@ WRONG = [
     Wrong("8.3", DispatchPastTheDoor, "it goes past our own door"),
     Wrong("8.3", InOrderOfTokens),
     Wrong("8.3", InSinglePrecision, "rows travel in a narrower type"),
+    Wrong("8.3", LosesARow, "rows are missing, or too many"),
     Wrong("8.3", DispatchInTheWorld, "it ignores the group"),
     Wrong("8.3", _skips_dispatch(_sends_none), "a rank with nothing to send stays away"),
     Wrong("8.3", _skips_dispatch(_receives_none), "a rank with nothing to receive stays away"),
@@ -698,6 +712,7 @@ WRONG = [
     Wrong("8.4", CombineOverwrites, "it overwrites its input"),
     Wrong("8.4", DividedByRanks, "the sums are divided by the number of ranks"),
     Wrong("8.4", CombineInSingle, "rows travel in a narrower type"),
+    Wrong("8.4", RowsNotAddedUp, "rows are missing, or too many"),
     Wrong("8.4", CombineInTheWorld, "it ignores the group"),
     Wrong("8.4", _skips_combine(_receives_none), "a rank with nothing to send stays away"),
     Wrong("8.4", _skips_combine(_sends_none), "a rank with nothing to receive stays away"),

@@ -35,6 +35,16 @@ class LeftOutError(RuntimeError):
     """A rank came through a step without any collective, while others wait in one."""
 
 
+class WrongShapeError(ValueError):
+    """A result of a wrong shape, for which backward cannot be tried."""
+
+
+def _require_shape(setting, what, wanted, got):
+    shape = tuple(got.shape) if isinstance(got, torch.Tensor) else type(got).__name__
+    if shape != tuple(wanted.shape):
+        raise WrongShapeError(f"{setting}: {what} should be of shape {tuple(wanted.shape)}, not {shape}")
+
+
 class _RollCall:
     """Tells at once what a timeout would tell after seconds: that a rank left out the collective of a step.
 
@@ -306,6 +316,19 @@ class _Trip:
             for r, a in enumerate(self.arrives)
         ]
 
+    def route(self, s, group):
+        """The route of the tokens of rank s: what `plan_route` would find by exchanging counts."""
+        tokens = [[t for source, t in arrives if source == s] for arrives in self.arrives]
+        received = Counter(source for source, _ in self.arrives[s])
+        return expert.Route(
+            n_tokens=len(self.x[s]),
+            here=self.here,
+            token_n=torch.tensor([t for row in tokens for t in row], dtype=torch.long),
+            sent=[len(row) for row in tokens],
+            received=[received[r] for r in range(len(self.x))],
+            group=group,
+        )
+
     def numbers_at(self, r):
         """The expert numbers (M, K) that should arrive at rank r."""
         first, rows = r * self.here, self.arrives[r]
@@ -356,12 +379,14 @@ def _equal(a, b):
 def _observe_dispatch(path):
     found, roll = {}, _RollCall(path)
     for name, trip, me, group, ranks in _settings():
-        route = expert.plan_route(trip.index[me], trip.here, group)
+        route = trip.route(me, group)
         x_TD, weight_TK, index_TK = trip.x[me].clone(), trip.weight[me].clone(), trip.index[me].clone()
         leaves = x_TD.requires_grad_(), weight_TK.requires_grad_()
         with roll.step(f"{name}: forward", ranks) as forward:
             x_MD, weight_MK, local_MK = expert.Dispatch.apply(*leaves, index_TK, route)
         numbers, unmasked = trip.numbers_at(me), trip.at(me, trip.weight)
+        _require_shape(name, "tokens that arrive", trip.at(me, trip.x), x_MD)
+        _require_shape(name, "weights that arrive", unmasked, weight_MK)
         found[name] = seen = {
             "tokens": _first_difference(trip.at(me, trip.x), x_MD.detach()),
             "weights": _first_difference(unmasked.where(numbers < trip.here, 0), weight_MK.detach()),
@@ -374,7 +399,7 @@ def _observe_dispatch(path):
             "received": sum(route.received),
         }
         dx_MD, dweight_MK = trip.dx[me].clone(), trip.dweight[me].clone()
-        pairs = [(t, _fitting(g, t)) for t, g in ((x_MD, dx_MD), (weight_MK, dweight_MK)) if t.requires_grad]
+        pairs = [(t, g) for t, g in ((x_MD, dx_MD), (weight_MK, dweight_MK)) if t.requires_grad]
         with roll.step(f"{name}: backward", ranks) as backward:
             torch.autograd.backward(*zip(*pairs, strict=True)) if pairs else None
         dx, dweight = trip.home(me, trip.dx), trip.home(me, trip.dweight)
@@ -394,19 +419,16 @@ def _observe_dispatch(path):
     return found
 
 
-def _fitting(gradient, result):
-    """The gradient; or zeros, so that a result of a wrong shape gets through backward and is judged itself."""
-    return gradient if gradient.shape == result.shape else torch.zeros_like(result)
-
-
 def _observe_combine(path):
     found, roll = {}, _RollCall(path)
     for name, trip, me, group, ranks in _settings():
-        route = expert.plan_route(trip.index[me], trip.here, group)
+        route = trip.route(me, group)
         y_MD = trip.y[me].clone().requires_grad_()
         with roll.step(f"{name}: forward", ranks) as forward:
             y_TD = expert.Combine.apply(y_MD, route)
-        expected, got = trip.home(me, trip.y), y_TD.detach().clone()
+        expected = trip.home(me, trip.y)
+        _require_shape(name, "sums", expected, y_TD)
+        got = y_TD.detach().clone()
         rows = expected.new_tensor([max(1, sum((me, t) in a for a in trip.arrives)) for t in range(len(expected))])
         found[name] = seen = {
             "y": _first_difference(expected, got),
@@ -421,7 +443,7 @@ def _observe_combine(path):
         }
         dy_TD = trip.dy[me].clone()
         with roll.step(f"{name}: backward", ranks) as backward:
-            y_TD.backward(_fitting(dy_TD, y_TD)) if y_TD.requires_grad else None
+            y_TD.backward(dy_TD) if y_TD.requires_grad else None
         dy = trip.at(me, trip.dy)
         seen |= {
             "backward": backward,
@@ -444,6 +466,12 @@ def _run_trip(observe, path, fn):
         words = str(error)
         if "LeftOutError" in error.cause:
             return None, _left_out(error, outwards=path == DISPATCH)
+        if shape := re.search(r"WrongShapeError: (\w+): (.*)", error.cause):
+            if shape[1] == "pair":
+                return None, wrong(*IN_A_PAIR)
+            return None, wrong(
+                f"{SETTINGS[shape[1]]}On rank {error.rank}, {shape[2]}.", "rows are missing, or too many"
+            )
         counts = re.search(r"all_to_all over (\d+) ranks: send_counts=\[(.*?)\]", words)
         if (counts and len(counts[2].split(",")) != int(counts[1])) or "splits not equal to group size" in words:
             return None, wrong(*IN_A_PAIR)
