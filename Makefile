@@ -39,7 +39,7 @@ test: check  ## everything: lint, types, drift, tests, all notebooks
 	OMP_NUM_THREADS=1 python -m pytest -q -n $(WORKERS) --dist loadfile $(NBVAL) tests solutions notebooks
 
 parity: $(INSTALLED)  ## every three settings of a layout together, against the serial run (a quarter of an hour)
-	OMP_NUM_THREADS=1 python -m pytest -q -m parity_full tests/parity
+	OMP_NUM_THREADS=1 python -m pytest -q -s -m parity_full tests/parity
 
 check: $(INSTALLED)  ## lint, types, and whether notebooks and sources agree
 	@echo "Checking style, types, and that the notebooks are those of their sources."
