@@ -5,7 +5,8 @@ calls exercise functions through their module (`norm.rms_norm(...)`), so filling
 
 A learner's function comes from a notebook and lacks the module's own names.  While it fills a slot it sees two
 layers of globals: the learner's names first, then, live, those of the module.  Names that only repeat the module's
-are passed over, so that a sibling slot filled at the same time is seen too.
+are passed over, so that a sibling slot filled at the same time is seen too.  Its own name is itself, also where it is
+called without being in its slot: the package never answers the inner calls of a recursive function.
 """
 
 import builtins
@@ -87,24 +88,40 @@ def bind(path: str, function: Function) -> Any:
     """
     module, _ = resolve(path)
     if isinstance(function, type):
-        return _relayer_class(function, module)
+        return _relayer_class(path, function, module)
     if getattr(function, "__unwritten__", False):
         return original(path)
     function = getattr(function, "__answer__", function)
     if not isinstance(function, types.FunctionType) or _belongs(function, module):
         return function
-    return _relayer(function, module)
+    twin = _relayer(function, module)
+    _name_itself(path, function, twin, twin)
+    return twin
 
 
-def _relayer_class(owner: type, module: types.ModuleType) -> type:
+def _relayer_class(path: str, owner: type, module: types.ModuleType) -> type:
     """A subclass whose methods are bound; the class itself stays as the learner's notebook has it."""
-    methods = {}
+    methods, twins = {}, []
     for name, member in vars(owner).items():
         plain = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
         if isinstance(plain, types.FunctionType) and not _belongs(plain, module):
             twin = _relayer(plain, module)
+            twins.append(twin)
             methods[name] = type(member)(twin) if plain is not member else twin
-    return type(owner)(owner.__name__, (owner,), {**methods, "__doc__": owner.__doc__}) if methods else owner
+    if not methods:
+        return owner
+    bound = type(owner)(owner.__name__, (owner,), {**methods, "__doc__": owner.__doc__})
+    for twin in twins:
+        _name_itself(path, owner, bound, twin)
+    return bound
+
+
+def _name_itself(path: str, answer: Function, bound: Function, twin: types.FunctionType) -> None:
+    """Where the learner's name of the slot is an answer to it, `twin` sees that answer by this name, bound as well."""
+    name = path.rpartition(".")[2]
+    marked = twin.__globals__.own.get(name)  # type: ignore[attr-defined]
+    if getattr(marked, "__exercise__", None) == path:
+        twin.__globals__[name] = bound if getattr(marked, "__answer__", marked) is answer else bind(path, marked)
 
 
 def _belongs(function: types.FunctionType, module: types.ModuleType) -> bool:

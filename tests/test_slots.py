@@ -91,6 +91,45 @@ def test_a_sibling_slot_filled_at_the_same_time_is_seen(module):
         assert module.caller(2) == 7
 
 
+RECURSIVE = """
+@exercise(path)
+def answer(x):
+    return scale if x == 0 else 2 * answer(x - 1)
+"""
+
+
+def test_an_answer_that_calls_itself_gets_itself(module):
+    """Graders call most answers outside of their slot: there, too, the package must not answer the inner calls."""
+    from deepseek_lab.learn import exercise
+
+    mine = from_a_cell(RECURSIVE, exercise=exercise, path=ANSWER)
+    assert slots.bind(ANSWER, mine)(3) == 80, "with the package's own for the inner call it would be 2 * (2 + 10)"
+    sent = cloudpickle.loads(cloudpickle.dumps(slots.bind(ANSWER, mine)))
+    with slots.filled({ANSWER: sent}):
+        assert module.caller(3) == 80
+
+    other = from_a_cell(RECURSIVE + "earlier = lambda x: answer(x)", exercise=exercise, path=ANSWER)
+    earlier = other.__answer__.__globals__["earlier"]
+    assert slots.bind(ANSWER, earlier)(3) == 80, "the answer that the name stands for, not the package's"
+
+
+def test_a_class_that_names_itself_gets_itself(module):
+    from deepseek_lab.learn import exercise
+
+    source = """
+@exercise(path)
+class answer:
+    def __init__(self):
+        super().__init__()
+        self.kept = scale
+    def again(self):
+        return answer()
+"""
+    bound = slots.bind(ANSWER, from_a_cell(source, exercise=exercise, path=ANSWER))
+    assert type(bound().again()) is bound
+    assert bound().again().kept == 10
+
+
 def test_what_crosses_to_another_process_is_the_learners_part_only(module):
     mine = from_a_cell("def answer(x): return helper(x) + mine", helper=module.helper, mine=5, unused=object())
     sent = cloudpickle.loads(cloudpickle.dumps(slots.bind(ANSWER, mine)))
