@@ -27,8 +27,8 @@ cost_box(
 # Tensor parallelism (chapter 04) would split each expert, and every token would go everywhere. Expert parallelism keeps
 # experts whole: a rank holds some of them and gets only the tokens that want them.
 #
-# **Predict.** Eight experts on four ranks, two for each token, and 512 tokens on each rank. A *row* is one token on its
-# way to one other rank. How many rows does a rank send in a layer? How many would it send if every rank simply gathered
+# **Predict.** Eight experts on four ranks, two for each token, and 512 tokens on each rank. A *row* is one token for
+# one rank. How many rows does a rank send to others in a layer? How many would it send if every rank simply gathered
 # all tokens? And for which of the two does the text matter? Write it down.
 #
 # ## 1 · Which tokens go where
