@@ -171,9 +171,9 @@ def report(name):
 report("weighted")
 
 # %% [markdown]
-# That is your second answer. (8 × would be an expert that every token visits.) V3's cure (Wang et al., 2024): add a bias to the scores, *for
-# choosing only*. After each step lower it a little for the experts above the mean, and raise it for those below. The
-# weights use the scores without it, so the loss never feels it.
+# That is your second answer. (8 × would be an expert that every token visits.) V3's cure (Wang et al., 2024): add a
+# bias to the scores, *for choosing only*. After each step lower it a little for the experts above the mean, and raise
+# it for those below. The weights use the scores without it, so the loss never feels it.
 #
 # ### Exercise 7.3 · `router_bias_step`  (warm-up, 5 minutes)
 
