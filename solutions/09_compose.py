@@ -4,7 +4,8 @@
 # Data, tensor, pipeline and expert parallelism, ZeRO, recomputation: each was right by itself. Together they share the
 # same ranks, and most mistakes that trainers have made lie in between: a gradient added up over the wrong group, a
 # number counted twice. Here you lay out the grid of ranks, say for every parameter who must add up with whom, compare a
-# composed run with one process, number by number, and read what your trainer spends its time on.
+# composed run with one process, number by number, and read what your trainer spends its time on. Solve the exercises
+# in order: the cells after each run on your function.
 
 # %%
 import torch
@@ -28,24 +29,36 @@ cost_box(
 # ## The question
 #
 # Eight ranks: two pipeline stages, in each two data-parallel ranks, each of them two tensor-parallel ones. Experts are
-# spread over the two data-parallel ranks. ZeRO-1 shares out the optimizer's state.
+# spread over the two data-parallel ranks. ZeRO-1 shares out the optimizer's state. Under sequence parallelism each
+# tensor-parallel rank works norms out for its part of the sequence.
 #
-# **Predict.** Rank 5 has just found its gradient for (a) a norm weight, (b) a column of an expert, (c) the table of the
-# embedding, which the head uses as well. With which ranks must it add up each of them? And when the global norm of all
-# gradients is worked out, how many of the eight ranks hold each of the three? Write the six answers down.
+# **Predict.** Rank 5 has just found its gradient for (a) the norm weight of a block, (b) a column of an expert, (c) the
+# table of the embedding, which the head uses as well. With which ranks must it add up each of them? And when the global
+# norm of all gradients is worked out, on how many of the eight ranks are its numbers? Write the six answers down;
+# section 4 prints them.
 #
 # ## 1 · The grid
 #
 # Some axes talk all the time, some once a step. Neighbouring ranks share the fast links, so the rank's number counts
-# along tp first, then along data parallelism, then along the pipeline. Data parallelism is a grid of its own: the ranks
-# of one *ep* group hold different experts, those of one *edp* group the same. For everything but experts the two are
-# one axis, dp. Here are the eight ranks, if they were two nodes of four. Ranks of one colour form a group:
+# along tp first, then along data parallelism, then along the pipeline. Here are the eight ranks, if they were two nodes
+# of four. Ranks of one colour form a group:
 
 # %%
 sizes = {"pp": 2, "edp": 1, "ep": 2, "tp": 2}
 with theme.figure(figsize=(8.5, 1.7), ncols=3) as (figure, panels):
     for axes, axis in zip(panels, ("tp", "dp", "pp"), strict=True):
         draw.draw_groups(axes, sizes, axis, node=4)
+show_figure(figure)
+
+# %% [markdown]
+# Data parallelism is a grid of its own: the ranks of one *ep* group hold different experts, those of one *edp* group
+# the same. For everything but experts the two are one axis: dp = edp x ep. Above, edp is 1: the ep groups are the dp
+# groups, and each expert is there once a stage. Without tp, the same eight ranks hold each expert twice a stage:
+
+# %%
+with theme.figure(figsize=(8.5, 1.7), ncols=3) as (figure, panels):
+    for axes, axis in zip(panels, ("ep", "edp", "dp"), strict=True):
+        draw.draw_groups(axes, {"pp": 2, "edp": 2, "ep": 2, "tp": 1}, axis, node=4)
 show_figure(figure)
 
 # %% [markdown]
@@ -84,8 +97,10 @@ slider_figure(
 #
 # ### Exercise 9.2 · `state_of_a_rank`  (core, 15 minutes)
 #
-# `units_of_a_rank` counts a rank's parameters, block by block: all but routed experts, and routed experts.
-# `zero_state_bytes` is your exercise 5.1.
+# `units_of_a_rank` counts a rank's parameters, block by block: all but routed experts, and routed experts. It has
+# taken tp, ep and the pipeline into account; ZeRO is left. Add the blocks up first: a share is rounded up once, not
+# once a block. `zero_state_bytes` is your exercise 5.1. Of `world_size` ranks, tp x pp work on one part of the batch;
+# the quotient is dp.
 
 # %% exercise: deepseek_lab.plan.memory.state_of_a_rank
 
@@ -95,16 +110,15 @@ check(state_of_a_rank)
 # %% [markdown]
 # One of the articles lists a layout: dp 16, tp 8, pp 8, for 128 layers of width 8,192. That is 1,024 GPUs, and, dense,
 # 85 billion parameters. What would a GPU hold, in bf16 with fp32 master weights and Adam? And if the 16 went to tp, or
-# to the pipeline?
+# to the pipeline? Write down first which of the three needs least, and whether it fits into 80 GB.
 
 # %% tags=["nbval-check-output"]
 config, MIXED = lab.dense_config(), (2, 2, 12)
-LAYOUTS = ((16, 8, 8), (8, 16, 8), (8, 8, 16))
 print("weights, gradients, optimizer state of the fullest GPU, in GB")
-for dp, tp, pp in LAYOUTS:
+for dp, tp, pp in ((16, 8, 8), (8, 16, 8), (8, 8, 16)):
     for stage in (0, 1):
-        layout = ParallelConfig(dp=dp, tp=tp, pp=pp, zero_stage=stage)
-        states = [state_of_a_rank(config, layout, rank, 1024, MIXED) for rank in range(pp)]
+        parallel = ParallelConfig(dp=dp, tp=tp, pp=pp, zero_stage=stage)
+        states = [state_of_a_rank(config, parallel, rank, 1024, MIXED) for rank in range(pp)]
         fullest = max(states, key=lambda state: sum(state.values()))
         held = ", ".join(f"{size / 1e9:5.2f}" for size in fullest.values())
         print(f"dp {dp:2}, tp {tp:2}, pp {pp:2}, ZeRO-{stage}:   {held}   {sum(fullest.values()) / 1e9:6.2f}")
@@ -119,9 +133,9 @@ from deepseek_lab.plan.memory import estimate
 
 def gigabytes(**settings):
     """Of the fullest GPU of the listed layout: state and activations."""
-    layout = ParallelConfig(dp=16, tp=8, pp=8, sequence_parallel=True, **settings)
+    parallel = ParallelConfig(dp=16, tp=8, pp=8, sequence_parallel=True, **settings)
     sizes = {"micro_batch_size": 1, "seq_len": 4096, "micro_batches": 64}
-    need = estimate(config, layout, precision="mixed", world_size=1024, **sizes)
+    need = estimate(config, parallel, precision="mixed", world_size=1024, **sizes)
     state = sum(need[kind] for kind in ("parameters", "gradients", "optimizer"))
     return state / 1e9, (sum(need.values()) - state) / 1e9
 
@@ -133,9 +147,11 @@ for name, settings in (("as listed", {}), ("ZeRO-1", {"zero_stage": 1}), ("recom
 # %% [markdown]
 # As listed it does not fit, and not because of the state. With ZeRO-1, or with recomputation, it does.
 #
-# So why not tp 16, whose GPUs hold the least? tp sends four sums of activations a layer, in the middle of the work, and
-# nodes have eight GPUs. Milliseconds per layer and micro-batch, at 400 GB/s inside a node and 50 GB/s between nodes.
-# Between two nodes there may be one such link, or one for each GPU; then eight parts of a sum cross at once:
+# So why not tp 16, whose GPUs hold the least? tp adds up activations four times a layer: after attention and after the
+# feed-forward, in forward and in backward. Work waits for these sums, and nodes have eight GPUs. A layer of width D has
+# about 12 D² parameters (4 in attention, 8 in the feed-forward), each of which takes 6 operations a token: 2 in
+# forward, 4 in backward. Per layer and micro-batch, at 400 GB/s inside a node and 50 GB/s between nodes, over one link
+# or over one for each GPU (then eight parts of a sum cross at once):
 
 # %% tags=["nbval-check-output"]
 from deepseek_lab.plan.network import ring_all_reduce_seconds
@@ -148,7 +164,7 @@ waits = {
     "tp 16, one link": (16, ring_all_reduce_seconds(sum_bytes, 16, 0, 50e9)),
 }
 for name, (tp, seconds) in waits.items():
-    work = 6 * 4096 * (12 * 8192**2) / tp / 400e12
+    work = 6 * 4096 * (12 * 8192**2) / tp / 400e12  # operations a token and parameter, tokens, parameters
     print(f"{name:27} {4 * seconds * 1e3:5.2f} ms of messages beside {work * 1e3:4.2f} ms of work (at 400 TFLOP/s)")
 
 # %% [markdown]
@@ -162,9 +178,9 @@ for name, (tp, seconds) in waits.items():
 #
 # ### Exercise 9.3 · `gradient_axes`  (core, 15 minutes)
 #
-# A `Layout` says how a parameter lies on the ranks: `dim`, the dimension that tp splits, or None; `partial`, held
-# whole, but each tp rank finds a part of the gradient (chapter 04); `expert`, spread over ep. The axes have the names
-# "dp", "edp", "tp", and "ends" for the first stage and the last.
+# `layout` says how a parameter lies on the ranks: `dim`, the dimension that tp splits, or None; `partial`, held whole,
+# but each tp rank finds a part of the gradient (chapter 04); `expert`, spread over ep. The axes have the names "dp",
+# "edp", "tp", and "ends" for the first stage and the last.
 
 # %% exercise: deepseek_lab.parallel.engine.gradient_axes
 
@@ -269,19 +285,38 @@ OTHERS = {
     "dp 8, ep 4": ParallelConfig(ep=4),
     "dp 4 x tp 2, ep 2": ParallelConfig(tp=2, ep=2),
 }
-every = run_ranks(lambda: [gradients(layout)[1] for layout in OTHERS.values()], 8, overrides=COUNTED)
+every = run_ranks(lambda: [gradients(parallel)[1] for parallel in OTHERS.values()], 8, overrides=COUNTED)
 print(f"{'one process':33} {norm_alone:.12f}")
 for name, norms in zip(OTHERS, zip(*every, strict=True), strict=True):
     print(f"{name:33}", *sorted({f"{norm:.12f}" for norm in norms}))
 
 # %% [markdown]
-# One number on all eight ranks, to the last digits but one or two, whatever the layout.
+# One number on all eight ranks, to the last digits but one or two, whatever the layout. And the six answers of rank 5,
+# by your two functions:
+
+# %% tags=["nbval-check-output"]
+from deepseek_lab.parallel.tensor import Layout
+from deepseek_lab.plan.grid import members
+
+ALONG = {"dp": ("edp", "ep"), "edp": ("edp",), "tp": ("tp",), "ends": ("pp",)}  # of two stages, both are ends
+KINDS = {
+    "(a) norm weight": (Layout((64,), partial=True), False),
+    "(b) column of an expert": (Layout((8, 64, 64), dim=1, expert=True), False),
+    "(c) tied table": (Layout((4096, 64), dim=0), True),
+}
+for name, (layout, twice) in KINDS.items():
+    others = {axis: set(members(5, ALONG[axis], sizes)) - {5} for axis in gradient_axes(layout, twice)}
+    where = copies_of(layout, twice, {"tp": 2, "dp": 2, "edp": 1}, zero_stage=1)
+    print(f"{name:23}  on {where} ranks;", ", ".join(f"{axis}: {ranks or 'nobody'}" for axis, ranks in others.items()))
+
+# %% [markdown]
+# The sums go in that order: when rank 4 is added along tp, it holds the sum of 4 and 6.
 #
 # ### Find the bug
 #
 # Somebody writes the training step the other way round: each rank divides its loss by its own tokens, and gradients are
-# averaged over the ranks that share them. For data parallelism, and equally long rows, that is the same. Here are ten
-# steps of both on four ranks, without expert parallelism and with it:
+# averaged instead of added up. For data parallelism, and equally long rows, that is the same. Here are ten steps of
+# both on four ranks, without expert parallelism and with it:
 
 # %%
 from deepseek_lab.data.corpus import load_corpus
@@ -296,15 +331,15 @@ def compare(ep):
     return {name: lab.train(step, ParallelConfig(ep=ep), tokens) for name, step in STEPS.items()}
 
 
-seen = run_ranks(lambda: {ep: compare(ep) for ep in (1, 2, 4)}, 4)[0]
+seen = run_ranks(lambda: {ep: compare(ep) for ep in (1, 4)}, 4)[0]
 print("             loss: first, last      norm: first, last")
 for ep, by_name in seen.items():
     for name, (losses, norms, _) in by_name.items():
         print(f"ep {ep}, {name:7}   {losses[0]:.4f}  {losses[-1]:.4f}      {norms[0]:.4f}  {norms[-1]:.4f}")
 
 # %% [markdown]
-# The losses agree to four digits, even after ten steps. Look at the norms. What is wrong, and for which parameters?
-# Here is the suspect:
+# The losses agree to four digits, even after ten steps. Look at the norms. Which gradients are wrong, and by how much?
+# Write a guess down. Then look at the suspect:
 
 # %%
 import inspect
@@ -316,10 +351,37 @@ print(inspect.getsource(lab.averaged))
 hint("9-bug")
 
 # %% [markdown]
+# Now repair it. This is the same pass: change it until your norms are the right ones for every ep.
+
+# %%
+from deepseek_lab import slots
+
+
+def repaired(engine, micros, forward):
+    """The suspect, until you change it."""
+    mine = sum(micro.labels.numel() for micro in micros)
+    with slots.filled({"deepseek_lab.parallel.zero.start_reduction": lab.averaged}):
+        loss_sum, _ = engine.run(micros, forward, mine)
+    engine.finish_backward()
+    return loss_sum
+
+
+def norms_of(step, ep):
+    return lab.train(step, ParallelConfig(ep=ep), tokens, steps=1)[2]
+
+
+tried = run_ranks(lambda: [(ep, norms_of(lab.right_step, ep), norms_of(repaired, ep)) for ep in (1, 2, 4)], 4)[0]
+print("norm of the gradients of    experts             all others")
+for ep, right, yours in tried:
+    kinds = [f"{yours[kind]:.4f} ({right[kind]:.4f})" for kind in ("experts", "others")]
+    print(f"ep {ep}: yours (right)      ", "    ".join(kinds))
+
+# %% [markdown]
 # ## 5 · Read the trace
 #
 # The trainer records one step: every message, with the ranks that took part, and how long this rank stood still for it.
-# To tell which axis costs what, each message has to be put down to one.
+# To tell which axis costs what, each message has to be put down to one. Ranks alone do not tell: ep and dp can have
+# the same, and the two ends of a pipeline of two stages are all of it.
 #
 # ### Exercise 9.5 · `axis_of`  (core, 15 minutes)
 
@@ -347,10 +409,11 @@ show_figure(draw_schedule(step.pipeline, f"step {step.step}, the ranks of one pi
 
 # %% [markdown]
 # Eight ranks on a few cores wait for each other more than they work, so the shares of two runs differ. What stays: dp
-# hands over the most bytes and waits little, since it sends once a step, while backward goes on. tp and ep send in the
-# middle of every layer, and nothing can be done until the answer is there. Their bytes grow with every token, those of
-# dp with the parameters only. That is why tp sits innermost, on the fastest links. What pp waits for is not its
-# few bytes but the bubble: the gaps of the second picture.
+# hands over the most bytes and waits little, since it sends once a step, while backward goes on. The ends add up their
+# shares of one table, once a step as well. tp and ep send in the middle of every layer, and nothing can be done until
+# the answer is there. Their bytes grow with every token, those of dp and of the ends with the parameters only. That is
+# why tp sits innermost, on the fastest links. What pp waits for is not its few bytes but the bubble: the gaps of the
+# second picture.
 #
 # ## 6 · What the articles say
 
@@ -378,12 +441,12 @@ for stages in (8, 16):
 # %% tags=["nbval-check-output"]
 NARROW = {"kv_lora_rank": 128, "q_lora_rank": None, "vocab_size": 32768, "tie_word_embeddings": True}
 small = lab.dense_config(12, 768, **NARROW)  # 104 million
-for name, layout, ranks in (
+for name, parallel, ranks in (
     ("one GPU", ParallelConfig(), 1),
     ("dp 8", ParallelConfig(), 8),
     ("dp 8, ZeRO-1", ParallelConfig(zero_stage=1), 8),
 ):
-    need = estimate(small, layout, micro_batch_size=8, seq_len=1024, precision="mixed", world_size=ranks)
+    need = estimate(small, parallel, micro_batch_size=8, seq_len=1024, precision="mixed", world_size=ranks)
     print(f"{name:13} {sum(need.values()) / 1e9:5.1f} GB, of which state {sum(list(need.values())[:3]) / 1e9:4.1f}")
 
 # %% [markdown]

@@ -266,5 +266,5 @@ def _raised(error: Exception) -> Verdict:
         return Verdict(False, f"{cause[:1].upper()}{cause[1:]}.", detail=account)
     frames = traceback.extract_tb(error.__traceback__)
     mine = [f for f in frames if "ipykernel" in f.filename or f.filename.startswith("<")]
-    lines = [f"line {f.lineno} of {f.name}: {f.line}" for f in mine]
+    lines = [*getattr(error, "__notes__", []), *(f"line {f.lineno} of {f.name}: {f.line}" for f in mine)]
     return Verdict(False, f"It raised {type(error).__name__}: {error}", detail="\n".join(lines))

@@ -71,7 +71,11 @@ def gradient_axes(layout: tensor.Layout, twice: bool) -> list[str]:
     """Over which axes of the mesh the gradient of a parameter must be added up: each rank there found a part of it.
 
     Args:
+        layout: how tp and ep lay the parameter out; see `tensor.Layout`.
         twice: the first stage of the pipeline and the last, the "ends", both hold the parameter.
+
+    Returns:
+        A new list of "dp", "edp", "tp" and "ends".  The data axis comes first: its sum starts during backward.
     """
     axes = ["edp" if layout.expert else "dp"]  # an expert sees the tokens of its whole ep group already
     if layout.partial:
@@ -85,8 +89,8 @@ def copies_of(layout: tensor.Layout, twice: bool, sizes: dict[str, int], zero_st
     """On how many ranks the same numbers of a parameter's gradient are, once it has been added up.
 
     Args:
-        twice: as for `gradient_axes`.
-        sizes: of the axes "tp", "dp" and "edp"; 1 for one that does not matter.
+        layout, twice: as for `gradient_axes`.
+        sizes: of the axes "tp", "dp" and "edp" (not "pp"); 1 for one that does not matter.
         zero_stage: from 1 on data-parallel ranks share the numbers out.
     """
     copies = 2 if twice else 1
@@ -324,10 +328,10 @@ class Engine:
         """From here on every piece's gradient is the sum over the global batch."""
         for bucket in self.buckets:
             bucket.hand_over()
-        for axis, group in (("tp", self.mesh.group("tp")), ("ends", self.mesh.ends)):
+        for axis in ("tp", "ends"):
             parts = [piece.gradient for piece in self._pieces() if axis in self._axes(piece.name)]
             if parts:
-                data_parallel.all_reduce_gradients(parts, group, self._bucket_bytes)
+                data_parallel.all_reduce_gradients(parts, self.mesh.group(axis), self._bucket_bytes)
 
     def _axes(self, name: str) -> list[str]:
         return gradient_axes(self.layouts[name], self._twice(name))

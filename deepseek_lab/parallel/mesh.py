@@ -21,8 +21,8 @@ AXES = ("pp", "edp", "ep", "tp")  # outermost first
 class Mesh:
     """This process's place in the grid, by axis: "pp", "dp", "tp", "edp", "ep", or "world" for all ranks.
 
-    Without a process group there is one rank, every group is None and every size one.  `ends`: the first and the last
-    rank of this one's pipeline, if it is either and they are two.
+    Without a process group there is one rank, every group is None and every size one.  "ends" are the first and the
+    last rank of this one's pipeline; for a rank that is neither, and where they are one, its size is one.
     """
 
     device_mesh: DeviceMesh | None
@@ -31,8 +31,8 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one along `axis` only."""
-        if self.device_mesh is None:
-            return None
+        if self.device_mesh is None or axis == "ends":
+            return self.ends
         return dist.group.WORLD if axis == "world" else self.device_mesh.get_group(axis)
 
     def rank(self, axis: str) -> int:
@@ -58,7 +58,8 @@ def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
     sizes = config.sizes(world)
     device_mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     device_mesh["edp", "ep"]._flatten("dp")
-    return Mesh(device_mesh, sizes | {"world": world}, _ends(device_mesh))
+    ends = _ends(device_mesh)
+    return Mesh(device_mesh, sizes | {"world": world, "ends": 2 if ends else 1}, ends)
 
 
 def _ends(device_mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -30,7 +30,7 @@ ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "mixed": 2, "fp64": 8}
 REPLICATED = ("latents", "router", "norms")  # held whole by every tensor-parallel rank
 
 
-class Layout(Protocol):
+class ParallelSettings(Protocol):
     """As much of a ParallelConfig as memory depends on."""
 
     @property
@@ -117,7 +117,7 @@ def parameters_of_a_rank(counts: dict[str, int], tp: int = 1) -> int:
     return sum(n if kind in REPLICATED else n // tp for kind, n in counts.items())
 
 
-def layers_of_a_rank(config: DeepSeekConfig, parallel: Layout, pp_rank: int) -> tuple[list[int], bool, bool]:
+def layers_of_a_rank(config: DeepSeekConfig, parallel: ParallelSettings, pp_rank: int) -> tuple[list[int], bool, bool]:
     """The blocks of one pipeline rank, and whether it holds the embedding, and the head."""
     place = parallel.pipeline()
     layers = split_layers(config.num_hidden_layers, place.stages, parallel.stage_layers)
@@ -125,7 +125,7 @@ def layers_of_a_rank(config: DeepSeekConfig, parallel: Layout, pp_rank: int) -> 
     return [layer for stage in stages for layer in layers[stage]], 0 in stages, place.stages - 1 in stages
 
 
-def units_of_a_rank(config: DeepSeekConfig, parallel: Layout, pp_rank: int) -> list[tuple[int, int]]:
+def units_of_a_rank(config: DeepSeekConfig, parallel: ParallelSettings, pp_rank: int) -> list[tuple[int, int]]:
     """How many parameters each block of one rank has, and its ends: (of all but routed experts, of those).
 
     With tied embeddings the first stage and the last both hold the table.
@@ -145,11 +145,15 @@ def units_of_a_rank(config: DeepSeekConfig, parallel: Layout, pp_rank: int) -> l
 
 
 def state_of_a_rank(
-    config: DeepSeekConfig, parallel: Layout, pp_rank: int, world_size: int, bytes_each: tuple[int, int, int]
+    config: DeepSeekConfig, parallel: ParallelSettings, pp_rank: int, world_size: int, bytes_each: tuple[int, int, int]
 ) -> dict[str, int]:
     """Bytes of state, as `zero_state_bytes`: experts are shared out over fewer ranks than all else.
 
+    A rank's share is rounded up once: of all its parameters but experts together, and of all its experts together.
+
     Args:
+        parallel: gives `tp`, `pp`, `ep` and `zero_stage`; what is left of `world_size` is dp.
+        pp_rank: the rank's pipeline stage, of whose parameters `units_of_a_rank` counts its part under tp and ep.
         bytes_each: of a parameter itself, of its gradient and of its optimizer state.
     """
     n_ranks = max(world_size // parallel.tp // parallel.pp, 1)
@@ -221,7 +225,7 @@ def head_activations(config: DeepSeekConfig, n_tokens: int, *, tp: int = 1, s: i
 
 def estimate(
     config: DeepSeekConfig,
-    parallel: Layout,
+    parallel: ParallelSettings,
     *,
     micro_batch_size: int,
     seq_len: int,
@@ -265,7 +269,7 @@ def estimate(
 
 def _activations(
     config: DeepSeekConfig,
-    parallel: Layout,
+    parallel: ParallelSettings,
     pp_rank: int,
     kept: int,
     micro_batch_size: int,
@@ -293,7 +297,7 @@ def _activations(
 
 def _blocks(
     config: DeepSeekConfig,
-    parallel: Layout,
+    parallel: ParallelSettings,
     layers: list[int],
     recompute: str,
     seq_len: int,

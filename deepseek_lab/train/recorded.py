@@ -52,13 +52,21 @@ def gather(step: int, seconds: float, trace: collectives.Trace, spans: list[Any]
 
 
 def axis_of(event: collectives.Event, mesh: Mesh) -> str:
-    """The axis of the mesh that an operation of this rank went along.
+    """The axis of the mesh that an operation of this rank went along: that whose group has `event.group_ranks`.
 
-    Where two axes have the same ranks, what was sent tells them apart: only experts exchange tokens by all-to-all.
+    Several axes can have the same ranks.  Then what was sent tells them apart: only experts exchange tokens, by
+    all-to-all.  (So do int8 sums of gradients, which are put down to "ep" where dp has the same ranks.)  And the two
+    ends of a pipeline add up, while its stages send and receive.
+
+    Args:
+        event: `op` is a name such as "all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send" or "recv".
+
+    Returns:
+        "tp", "pp", "dp", "edp", "ep" or "ends": one with more than one rank (`mesh.size`), whose group (`mesh.group`)
+        has these ranks (`collectives.ranks_of`); "dp" where dp and edp are one.  "world" only if there is no such axis.
     """
-    axes = ["ep"] if event.op == "all_to_all" else []
-    axes += ["tp", "pp", "dp", "edp", "ep"]
-    for axis in axes:
+    axes = {"all_to_all": ["ep"], "all_reduce": ["ends"]}.get(event.op, [])
+    for axis in [*axes, "tp", "pp", "dp", "edp", "ep"]:
         if mesh.size(axis) > 1 and collectives.ranks_of(mesh.group(axis)) == event.group_ranks:
             return axis
     return "world"

@@ -94,6 +94,20 @@ def test_an_answer_that_raises_gets_a_verdict_with_its_own_line():
     assert "c00_start_here" not in verdict.detail, "the grader's frames are no help to a learner"
 
 
+def test_what_a_grader_notes_on_an_error_is_shown():
+    """Graders note what they asked for: an answer that raises shows the input that it raised for."""
+
+    def grade(fn):
+        try:
+            fn()
+        except ZeroDivisionError as error:
+            error.add_note("Asked for rank 3 of 4.")
+            raise
+
+    verdict = Exercise("0.0", "deepseek_lab.model.norm.rms_norm", "", grade).judge(lambda: 1 // 0)
+    assert verdict.detail.startswith("Asked for rank 3 of 4.")
+
+
 def test_strict_mode_raises(monkeypatch):
     monkeypatch.setenv("DEEPSEEK_LAB_STRICT", "1")
     assert check(marked(RIGHT)).passed

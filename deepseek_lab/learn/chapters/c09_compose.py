@@ -4,10 +4,9 @@ The functions here are short, and nothing crashes when one is wrong.  So the gra
 every layout, and know what each mistake would give.
 """
 
-import functools
+import contextlib
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,16 @@ def _recognised(known, cases, got):
 
 def _rows(names, asked, got, limit=5):
     return [row for row in zip(names, asked, got, strict=True) if row[1] != row[2]][:limit]
+
+
+@contextlib.contextmanager
+def _asking(what):
+    """An answer that raises is told for what."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"Asked for {what}.")
+        raise
 
 
 # --- 9.1 which rank is where ----------------------------------------------------------------------------------
@@ -89,13 +98,14 @@ def grade_coordinates(fn) -> Verdict:
     ]
     cases = [(rank, sizes) for sizes in grids for rank in range(math.prod(sizes.values()))]
     asked = [_true_place(*case) for case in cases]
+    names = [f"rank {rank} of {sizes}" for rank, sizes in cases]
     got = []
-    for rank, sizes in cases:
+    for name, (rank, sizes) in zip(names, cases, strict=True):
         given = dict(sizes)
-        got.append(fn(rank, given))
+        with _asking(name):
+            got.append(fn(rank, given))
         if given != sizes:
             return wrong("The caller's dictionary of sizes has changed.", "it uses up its input")
-    names = [f"rank {rank} of {' x '.join(map(str, sizes.values()))}" for rank, sizes in cases]
     if not all(isinstance(place, dict) for place in got):
         return wrong(
             "It should return a dictionary, one number by axis.", "not a dictionary", [(names[7], asked[7], got[7])]
@@ -108,7 +118,8 @@ def grade_coordinates(fn) -> Verdict:
         return wrong("The axes should stand in the order of `sizes`.", "the order of the axes is lost")
     for rank in (-1, 24):
         try:
-            fn(rank, grids[0])
+            with _asking(f"rank {rank} of {grids[0]}"):
+                fn(rank, dict(grids[0]))
         except ValueError:
             continue
         return wrong(f"A grid of 24 has no rank {rank}: raise ValueError.", "a rank that does not exist gets a place")
@@ -118,88 +129,126 @@ def grade_coordinates(fn) -> Verdict:
 # --- 9.2 what a rank holds ------------------------------------------------------------------------------------
 
 
-def _true_state(config, parallel, pp_rank, world_size, bytes_each, *, stage=None, dense_over=None, experts_over=None):
-    dp = max(world_size // parallel.tp // parallel.pp, 1)
-    units = memory.units_of_a_rank(config, parallel, pp_rank)
-    stage = parallel.zero_stage if stage is None else stage
-    total = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
-    for part, over in enumerate((dense_over or dp, experts_over or dp // parallel.ep)):
-        n = sum(unit[part] for unit in units)
-        for (kind, each), from_stage in zip(zip(total, bytes_each, strict=True), (3, 2, 1), strict=True):
-            total[kind] += each * (math.ceil(n / over) if stage >= from_stage else n)
-    return total
+def _data_ranks(parallel, world_size):
+    return max(world_size // parallel.tp // parallel.pp, 1)
+
+
+def _state(
+    over=lambda p, w: (_data_ranks(p, w), _data_ranks(p, w) // p.ep),
+    part=lambda numbers, p: numbers,
+    stage=lambda p: p.zero_stage,
+    first_shared=(3, 2, 1),
+    stage_of_pipeline=lambda rank: rank,
+    bytes_of=lambda each: each,
+    heaps=lambda units: [tuple(map(sum, zip(*units, strict=True)))],
+    share=lambda n, over: math.ceil(n / over),
+):
+    """`state_of_a_rank`, with one thing or other changed.
+
+    `over`: the ranks that share out all but experts, and experts.  `heaps`: pairs of numbers that are shared out by
+    themselves.  `first_shared`: from which stage of ZeRO on weights, gradients and optimizer state are.
+    """
+
+    def state_of_a_rank(config, parallel, pp_rank, world_size, bytes_each):
+        total = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+        for heap in heaps(memory.units_of_a_rank(config, parallel, stage_of_pipeline(pp_rank))):
+            for n, ranks in zip(part(heap, parallel), over(parallel, world_size), strict=True):
+                for kind, each, first in zip(total, bytes_of(bytes_each), first_shared, strict=True):
+                    total[kind] += each * (share(n, ranks) if stage(parallel) >= first else n)
+        return total
+
+    return state_of_a_rank
+
+
+def _over(dense, experts=None):
+    """Ranks that share out, from the data-parallel ones, the configuration and the number of all ranks."""
+    return lambda p, w: (
+        dense(_data_ranks(p, w), p, w),
+        max((experts or (lambda n, p, w: n // p.ep))(_data_ranks(p, w), p, w), 1),
+    )
+
+
+STATE_MISTAKES = {
+    "experts are shared out over all data-parallel ranks": _state(_over(lambda n, p, w: n, lambda n, p, w: n)),
+    "experts and the rest are one heap over all data-parallel ranks": _state(
+        part=lambda numbers, p: (sum(numbers), 0), over=_over(lambda n, p, w: n)
+    ),
+    "everything is shared out over the few ranks that share experts": _state(_over(lambda n, p, w: n // p.ep)),
+    "experts are shared out over their ep group, whose ranks hold different ones": _state(
+        _over(lambda n, p, w: n, lambda n, p, w: p.ep)
+    ),
+    "tensor and pipeline ranks are taken for data-parallel ones": _state(
+        _over(lambda n, p, w: w, lambda n, p, w: w // p.ep)
+    ),
+    "for experts, tensor and pipeline ranks are taken for data-parallel ones": _state(
+        _over(lambda n, p, w: n, lambda n, p, w: w // p.ep)
+    ),
+    "pipeline ranks are taken for data-parallel ones": _state(
+        _over(lambda n, p, w: n * p.pp, lambda n, p, w: n * p.pp // p.ep)
+    ),
+    "tensor-parallel ranks are taken for data-parallel ones": _state(
+        _over(lambda n, p, w: n * p.tp, lambda n, p, w: n * p.tp // p.ep)
+    ),
+    "experts are left out": _state(part=lambda numbers, p: (numbers[0], 0)),
+    "nothing but experts is counted": _state(part=lambda numbers, p: (0, numbers[1])),
+    "experts are divided by ep twice: `units_of_a_rank` has done it": _state(
+        part=lambda numbers, p: (numbers[0], numbers[1] // p.ep)
+    ),
+    "all is divided by tp twice: `units_of_a_rank` has done it": _state(
+        part=lambda numbers, p: (numbers[0] // p.tp, numbers[1] // p.tp)
+    ),
+    "shares are rounded up block by block: add the blocks up first": _state(heaps=lambda units: units),
+    "shares are rounded down": _state(share=lambda n, over: n // over),
+    "the last of the units, the ends of the model, is left out": _state(
+        heaps=lambda units: [tuple(map(sum, zip(*units[:-1], strict=True)))]
+    ),
+    "one block only": _state(heaps=lambda units: [max(units)]),
+    "every rank is taken for the first of its pipeline": _state(stage_of_pipeline=lambda rank: 0),
+    "the bytes of a number are fixed": _state(bytes_of=lambda each: (2, 2, 12)),
+    "bytes of gradients and of the optimizer are swapped": _state(bytes_of=lambda each: (each[0], each[2], each[1])),
+    "stage 3 does no more than stage 2: parameters stay whole": _state(first_shared=(4, 2, 1)),
+    "the stages of ZeRO are counted the other way round": _state(first_shared=(1, 2, 3)),
+    **{f"the stage of ZeRO is ignored: it is always {n}": _state(stage=lambda p, n=n: n) for n in range(4)},
+    **{
+        f"the number of data-parallel ranks is fixed at {n}": _state(lambda p, w, n=n: (n, max(n // p.ep, 1)))
+        for n in (1, 2, 4, 8, 10, 16)
+    },
+    "sizes are fixed": _state(lambda p, w: (4, 2)),
+}
 
 
 def grade_state_of_a_rank(fn) -> Verdict:
-    """Both stages of a pipeline, all stages of ZeRO, with and without tensor and expert parallelism."""
+    """Both stages of a pipeline, all stages of ZeRO, with and without experts, tensor and expert parallelism."""
     config = DeepSeekConfig.preset("tiny", num_hidden_layers=5, vocab_size=1001, tie_word_embeddings=True)
-    layouts = [
-        (ParallelConfig(pp=2, tp=4, ep=ep, zero_stage=stage), world)
+    dense = DeepSeekConfig.preset("tiny", num_hidden_layers=2, first_k_dense_replace=2, vocab_size=1001)
+    runs = [
+        (config, ParallelConfig(pp=2, tp=4, ep=ep, zero_stage=stage), world)
         for ep, world in ((2, 80), (1, 8))
         for stage in range(4)
     ]
-    layouts.append((ParallelConfig(ep=4, zero_stage=3), 8))
+    runs += [(config, ParallelConfig(ep=4, zero_stage=3), 8), (dense, ParallelConfig(pp=2, zero_stage=1), 6)]
     cases = [
-        (config, parallel, pp_rank, world, bytes_each)
-        for (parallel, world), bytes_each in zip(layouts, itertools.cycle(((2, 2, 12), (4, 8, 16))), strict=False)
+        (model, parallel, pp_rank, world, bytes_each)
+        for (model, parallel, world), bytes_each in zip(runs, itertools.cycle(((2, 2, 12), (4, 8, 16))), strict=False)
         for pp_rank in range(parallel.pp)
     ]
-
-    def parts(c, p, r, kind):
-        return sum(unit[kind] for unit in memory.units_of_a_rank(c, p, r))
-
-    def whole(c, p, r, w, b, n, over):
-        return memory.zero_state_bytes(n, over, p.zero_stage, *b)
-
-    def dp(p, w):
-        return w // p.tp // p.pp
-
-    def first_unit(c, p, r, w, b):
-        dense, experts = max(memory.units_of_a_rank(c, p, r))
-        a, e = whole(c, p, r, w, b, dense, dp(p, w)), whole(c, p, r, w, b, experts, dp(p, w) // p.ep)
-        return {kind: a[kind] + e[kind] for kind in a}
-
-    known: dict[str, Callable[..., dict[str, int]]] = {
-        "experts are shared out over all data-parallel ranks": lambda c, p, r, w, b: _true_state(
-            c, p, r, w, b, experts_over=dp(p, w)
-        ),
-        "experts and the rest are one heap over all data-parallel ranks": lambda c, p, r, w, b: whole(
-            c, p, r, w, b, parts(c, p, r, 0) + parts(c, p, r, 1), dp(p, w)
-        ),
-        "everything is shared out over the few ranks that share experts": lambda c, p, r, w, b: _true_state(
-            c, p, r, w, b, dense_over=dp(p, w) // p.ep
-        ),
-        "experts are shared out over their ep group, whose ranks hold different ones": lambda c, p, r, w, b: (
-            _true_state(c, p, r, w, b, experts_over=p.ep)
-        ),
-        "tensor and pipeline ranks are taken for data-parallel ones": lambda c, p, r, w, b: _true_state(
-            c, p, r, w, b, dense_over=w, experts_over=w // p.ep
-        ),
-        "pipeline ranks are taken for data-parallel ones": lambda c, p, r, w, b: _true_state(
-            c, p, r, w, b, dense_over=w // p.tp, experts_over=w // p.tp // p.ep
-        ),
-        "tensor-parallel ranks are taken for data-parallel ones": lambda c, p, r, w, b: _true_state(
-            c, p, r, w, b, dense_over=w // p.pp, experts_over=w // p.pp // p.ep
-        ),
-        "experts are left out": lambda c, p, r, w, b: whole(c, p, r, w, b, parts(c, p, r, 0), dp(p, w)),
-        "nothing but experts is counted": lambda c, p, r, w, b: whole(
-            c, p, r, w, b, parts(c, p, r, 1), dp(p, w) // p.ep
-        ),
-        "every rank is taken for the first of its pipeline": lambda c, p, r, w, b: _true_state(c, p, 0, w, b),
-        "the bytes of a number are fixed": lambda c, p, r, w, b: _true_state(c, p, r, w, (2, 2, 12)),
-        "one block only": first_unit,
-    }
-    for fixed in range(4):
-        known[f"the stage of ZeRO is ignored: it is always {fixed}"] = functools.partial(_true_state, stage=fixed)
-    asked = [_true_state(*case) for case in cases]
-    got = [fn(*case) for case in cases]
-    names = [f"pp {p.pp}, tp {p.tp}, ep {p.ep}, ZeRO-{p.zero_stage} on {w} ranks, stage {r}" for _, p, r, w, _ in cases]
+    names = [
+        f"{'no experts, ' * (c is dense)}pp {p.pp}, tp {p.tp}, ep {p.ep}, ZeRO-{p.zero_stage} on {w} ranks, stage {r}"
+        for c, p, r, w, _ in cases
+    ]
+    asked, got = [_state()(*case) for case in cases], []
+    for name, case in zip(names, cases, strict=True):
+        with _asking(name):
+            got.append(fn(*case))
     if not all(isinstance(state, dict) and state.keys() == asked[0].keys() for state in got):
         return wrong(
             "It should return a dictionary like this one.", "not a dictionary by kind", [(names[0], asked[0], got[0])]
         )
     if got != asked:
-        return wrong("These are not the bytes of that rank.", _recognised(known, cases, got), _rows(names, asked, got))
+        named = _recognised(STATE_MISTAKES, cases, got)
+        return wrong("These are not the bytes of that rank.", named, _rows(names, asked, got))
+    if any(type(size) is not int for state in got for size in state.values()):
+        return wrong("The numbers are right, but they are not plain integers.", "not plain integers")
     return ok(
         "Right for both stages of the pipeline and all stages of ZeRO.",
         [(names[n], sum(asked[n].values()), sum(got[n].values())) for n in (0, 1, 2, 6)],
@@ -208,15 +257,19 @@ def grade_state_of_a_rank(fn) -> Verdict:
 
 # --- 9.3 over which axes --------------------------------------------------------------------------------------
 
-LAYOUTS = [
-    Layout((8, 4, 4), dim=dim, partial=partial, expert=expert)
-    for dim, partial, expert in itertools.product((None, 0, 1), (False, True), (False, True))
-    if not (partial and dim is not None)
+# The kinds of parameters that there are, and whether both ends of the pipeline hold them.  Over tp, experts and the
+# table, which the ends may share, are always split; without tp nothing is.
+SPLIT_UP = [
+    *((Layout((8, 4, 4), dim=dim), False) for dim in (0, 1)),
+    *((Layout((8, 4, 4), partial=partial), False) for partial in (False, True)),
+    *((Layout((8, 4, 4), dim=dim, expert=True), False) for dim in (1, 2)),
+    (Layout((8, 4, 4), dim=0), True),
 ]
+ALL_WHOLE = [(Layout((8, 4, 4)), False), (Layout((8, 4, 4), expert=True), False), (Layout((8, 4, 4)), True)]
 
 
 def _describe(layout, twice):
-    held = "split over tp" if layout.dim is not None else "whole" + (", each tp rank finds a part" * layout.partial)
+    held = f"dim={layout.dim}{', partial' * layout.partial}"
     return f"{'experts' if layout.expert else 'not experts'}, {held}{', on both ends' * twice}"
 
 
@@ -231,13 +284,14 @@ def _axes(expert="edp", dense="dp", partial=lambda layout: layout.partial, ends=
 
 
 def grade_gradient_axes(fn) -> Verdict:
-    """Every kind of parameter there is, held by one stage and by both ends."""
+    """Every kind of parameter there is."""
     known = {
         "experts are added up over dp, where ranks hold different ones": _axes(expert="dp"),
         "experts are added up over edp and once more over ep": _axes(expert=("edp", "ep")),
+        "experts are added up over dp and once more over edp": _axes(expert=("edp", "dp")),
         "experts are added up over ep, whose ranks hold different ones": _axes(expert="ep"),
         "experts are not added up over data-parallel ranks at all": _axes(expert=()),
-        "all else is added up over edp: the ranks of an ep group see different tokens": _axes(dense="edp"),
+        "not only experts are added up over edp: the ranks of an ep group see different tokens": _axes(dense="edp"),
         "partial gradients are not added up over tp": _axes(partial=lambda layout: False),
         "all that tp ranks hold whole is added up over tp, also where every rank has all of it": _axes(
             partial=lambda layout: layout.dim is None
@@ -249,18 +303,21 @@ def grade_gradient_axes(fn) -> Verdict:
         "the two ends keep gradients of their own": _axes(ends=lambda twice: False),
         "the ends add up what only one stage holds": _axes(ends=lambda twice: True),
         "the whole pipeline is asked, not its two ends": _axes(last="pp"),
-        "experts are never partial": _axes(partial=lambda layout: layout.partial and not layout.expert),
     }
-    cases = list(itertools.product(LAYOUTS, (False, True)))
-    asked = [_axes()(*case) for case in cases]
-    returned = [fn(*case) for case in cases]
+    cases = [*SPLIT_UP, *ALL_WHOLE]
     names = [_describe(*case) for case in cases]
+    asked, returned = [_axes()(*case) for case in cases], []
+    for name, case in zip(names, cases, strict=True):
+        with _asking(name):
+            returned.append(fn(*case))
     if not all(isinstance(axes, list) for axes in returned):
         return wrong("It should return a list of axes.", "not a list", [(names[0], asked[0], returned[0])])
+    if len({id(axes) for axes in returned}) < len(returned):
+        return wrong("Return a new list each time: the first answer changed with the second.", "one list for all calls")
     if [sorted(axes) for axes in returned] != [sorted(axes) for axes in asked]:
         return wrong(
             "Over these axes the sum is another gradient.",
-            _recognised(known, cases, returned),
+            _recognised(known, cases, returned) or _recognised(known, cases, [axes[::-1] for axes in returned]),
             _rows(names, asked, returned),
         )
     if [axes[0] for axes in returned] != [axes[0] for axes in asked]:
@@ -268,63 +325,84 @@ def grade_gradient_axes(fn) -> Verdict:
         return wrong(
             "The data axis should come first: its sum starts during backward.", "the data axis is not first", rows
         )
-    return ok("Right for every kind of parameter.", [(names[n], asked[n], returned[n]) for n in (0, 3, 5, 10)])
+    return ok("Right for every kind of parameter.", [(names[n], asked[n], returned[n]) for n in (0, 3, 4, 6)])
 
 
 # --- 9.4 how often --------------------------------------------------------------------------------------------
 
 
-def _copies(tp=lambda layout: layout.dim is None, data=lambda s: s == 0, expert="edp", twice=2, join=math.prod):
+def _copies(
+    tp=lambda layout: layout.dim is None,
+    data=lambda stage, expert: stage == 0,
+    expert=lambda sizes: sizes["edp"],
+    twice=lambda stage: 2,
+    join=math.prod,
+    size=lambda sizes: sizes,
+):
     """`copies_of`, with one thing or other changed."""
 
-    def copies(layout, both, sizes, zero_stage):
-        factors = [twice if both else 1, sizes["tp"] if tp(layout) else 1]
-        factors.append(sizes[expert if layout.expert else "dp"] if data(zero_stage) else 1)
+    def copies_of(layout, both, sizes, zero_stage):
+        sizes = size(sizes)
+        factors = [twice(zero_stage) if both else 1, sizes["tp"] if tp(layout) else 1]
+        if data(zero_stage, layout.expert):
+            factors.append(expert(sizes) if layout.expert else sizes["dp"])
         return join(factors)
 
-    return copies
+    return copies_of
+
+
+COPIES_MISTAKES = {
+    "both ends are forgotten: a tied table counts twice": _copies(twice=lambda stage: 1),
+    "both ends are forgotten under ZeRO: each has a share of its own table": _copies(
+        twice=lambda stage: 1 if stage else 2
+    ),
+    "copies on tp ranks are forgotten": _copies(tp=lambda layout: False),
+    "split matrices are taken for copies": _copies(tp=lambda layout: True),
+    "dimension 0 is taken for none: ask `layout.dim is None`": _copies(tp=lambda layout: not layout.dim),
+    "only partial ones are taken for copies": _copies(tp=lambda layout: layout.partial),
+    "partial gradients are no copies: they are, once added up": _copies(
+        tp=lambda layout: layout.dim is None and not layout.partial
+    ),
+    "split matrices and whole ones are mixed up": _copies(tp=lambda layout: layout.dim is not None),
+    "ZeRO is ignored: from stage 1 on ranks hold different shares": _copies(data=lambda stage, expert: True),
+    "ZeRO is ignored for experts: it shares them out, too": _copies(data=lambda stage, expert: expert or stage == 0),
+    "data-parallel copies are forgotten": _copies(data=lambda stage, expert: False),
+    "copies of experts on edp ranks are forgotten": _copies(expert=lambda sizes: 1),
+    "stage 1 shares nothing out": _copies(data=lambda stage, expert: stage <= 1),
+    "only stage 3 shares out": _copies(data=lambda stage, expert: stage < 3),
+    "stage 0 and the others are mixed up": _copies(data=lambda stage, expert: stage > 0),
+    "experts are on every data-parallel rank": _copies(expert=lambda sizes: sizes["dp"]),
+    "an expert's numbers are on every rank of its ep group": _copies(expert=lambda sizes: sizes["dp"] // sizes["edp"]),
+    "numbers of copies are added, not multiplied": _copies(join=lambda factors: 1 + sum(n - 1 for n in factors)),
+    "its inverse": _copies(join=lambda factors: 1 / math.prod(factors)),
+    "sizes are fixed at 2": _copies(size=lambda sizes: dict.fromkeys(sizes, 2)),
+}
 
 
 def grade_copies_of(fn) -> Verdict:
     """Every kind of parameter and stage of ZeRO; 5 tensor-parallel ranks, 21 data-parallel, 7 of them for an expert."""
-    known = {
-        "both ends are forgotten: a tied table counts twice": _copies(twice=1),
-        "copies on tp ranks are forgotten": _copies(tp=lambda layout: False),
-        "split matrices are taken for copies": _copies(tp=lambda layout: True),
-        "only partial ones are taken for copies": _copies(tp=lambda layout: layout.partial),
-        "partial gradients are no copies: they are, once added up": _copies(
-            tp=lambda layout: layout.dim is None and not layout.partial
-        ),
-        "split matrices and whole ones are mixed up": _copies(tp=lambda layout: layout.dim is not None),
-        "ZeRO is ignored: from stage 1 on ranks hold different shares": _copies(data=lambda stage: True),
-        "data-parallel copies are forgotten": _copies(data=lambda stage: False),
-        "stage 1 shares nothing out": _copies(data=lambda stage: stage <= 1),
-        "only stage 3 shares out": _copies(data=lambda stage: stage < 3),
-        "stage 0 and the others are mixed up": _copies(data=lambda stage: stage > 0),
-        "experts are on every data-parallel rank": _copies(expert="dp"),
-        "an expert's numbers are on every rank of its ep group": lambda layout, both, sizes, stage: _copies()(
-            layout, both, sizes | {"edp": sizes["dp"] // sizes["edp"]}, stage
-        ),
-        "numbers of copies are added, not multiplied": _copies(join=lambda f: 1 + sum(x - 1 for x in f)),
-        "its inverse": lambda *case: 1 / _copies()(*case),
-        "sizes are fixed at 2": lambda layout, both, sizes, stage: _copies()(
-            layout, both, dict.fromkeys(sizes, 2), stage
-        ),
-    }
-    sizes = ({"tp": 5, "dp": 21, "edp": 7}, {"tp": 1, "dp": 6, "edp": 6})
-    cases = list(itertools.product(LAYOUTS, (False, True), sizes, range(4)))
-    asked = [_copies()(*case) for case in cases]
-    got = []
-    for layout, both, given, stage in cases:
+    sizes = ({"tp": 5, "dp": 21, "edp": 7}, {"tp": 1, "dp": 6, "edp": 6}, {"tp": 1, "dp": 6, "edp": 3})
+    cases = [
+        (layout, twice, given, stage)
+        for given in sizes
+        for layout, twice in (SPLIT_UP if given["tp"] > 1 else ALL_WHOLE)
+        for stage in range(4)
+    ]
+    names = [f"{_describe(layout, both)}; {given}, ZeRO-{stage}" for layout, both, given, stage in cases]
+    asked, got = [_copies()(*case) for case in cases], []
+    for name, (layout, both, given, stage) in zip(names, cases, strict=True):
         mine = dict(given)
-        got.append(fn(layout, both, mine, stage))
+        with _asking(name):
+            got.append(fn(layout, both, mine, stage))
         if mine != given:
             return wrong("The caller's dictionary of sizes has changed.", "it uses up its input")
-    names = [f"{_describe(layout, both)}; {given}, ZeRO-{stage}" for layout, both, given, stage in cases]
     if got != asked:
-        return wrong("So often these numbers are not there.", _recognised(known, cases, got), _rows(names, asked, got))
+        named = _recognised(COPIES_MISTAKES, cases, got)
+        return wrong("They are not on that many ranks.", named, _rows(names, asked, got))
+    if any(type(n) is not int for n in got):
+        return wrong("The numbers are right, but they are not plain integers.", "not plain integers")
     return ok(
-        "Right for every kind of parameter and stage of ZeRO.", [(names[n], asked[n], got[n]) for n in (0, 8, 1, 24)]
+        "Right for every kind of parameter and stage of ZeRO.", [(names[n], asked[n], got[n]) for n in (0, 8, 9, 24)]
     )
 
 
@@ -333,63 +411,100 @@ def grade_copies_of(fn) -> Verdict:
 MESHES = (
     ParallelConfig(tp=2, ep=2),
     ParallelConfig(ep=2),
-    ParallelConfig(pp=2, tp=2),
     ParallelConfig(pp=2),
     ParallelConfig(pp=4),
-    ParallelConfig(tp=4),
 )
 
 
-def _axis_by_order(*order, a2a="ep", otherwise="world", same=lambda a, b: a == b):
-    """`axis_of`: the first axis in `order` whose group has the event's ranks."""
+USUAL = ("tp", "pp", "dp", "edp", "ep")
+FIRST = {"all_to_all": ["ep"], "all_reduce": ["ends"]}
+
+
+def _axis_by_order(*order, first=FIRST, otherwise="world", same=lambda a, b: a == b):
+    """`axis_of`: the first axis whose group has the event's ranks, of those for its operation and those in `order`."""
 
     def axis_of(event, groups):
-        axes = [a2a] * (event.op == "all_to_all" and a2a is not None) + list(order)
+        axes = [*first.get(event.op, []), *(order or USUAL)]
         return next((axis for axis in axes if axis in groups and same(groups[axis], event.group_ranks)), otherwise)
 
     return axis_of
 
 
+AXIS_MISTAKES = {
+    "where dp and ep have the same ranks, an exchange of tokens is counted as dp": _axis_by_order(
+        first={"all_reduce": ["ends"]}
+    ),
+    "where dp and ep have the same ranks, a sum of gradients is counted as ep": _axis_by_order(
+        "ep", *USUAL, first={"all_reduce": ["ends"]}
+    ),
+    "where dp and ep have the same ranks, ZeRO's gathers and reduce-scatters are counted as ep": _axis_by_order(
+        first={**FIRST, "all_gather": ["ep"], "reduce_scatter": ["ep"]}
+    ),
+    "where dp and ep have the same ranks, ZeRO's gathers are counted as ep": _axis_by_order(
+        first={**FIRST, "all_gather": ["ep"]}
+    ),
+    "where dp and ep have the same ranks, ZeRO's reduce-scatters are counted as ep": _axis_by_order(
+        first={**FIRST, "reduce_scatter": ["ep"]}
+    ),
+    "every all-to-all is ep, whoever made it": lambda event, groups: (
+        "ep" if event.op == "all_to_all" else _axis_by_order()(event, groups)
+    ),
+    "a group that is None is taken for the ends; `ranks_of(None)` are all ranks": lambda event, groups: (
+        _axis_by_order()(event, {"ends": groups["world"], **groups})
+    ),
+    "the ends are left out: what they add up falls to pp or to the world": _axis_by_order(first={"all_to_all": ["ep"]}),
+    "with two stages the ends are counted as pp": _axis_by_order(
+        "tp", "pp", "ends", "dp", "edp", "ep", first={"all_to_all": ["ep"]}
+    ),
+    "with two stages, what pp sends is counted for the ends": _axis_by_order("ends", *USUAL),
+    "where dp and edp are one, it is called edp": _axis_by_order("tp", "pp", "edp", "dp", "ep"),
+    "groups are told apart by their size only": _axis_by_order(same=lambda a, b: len(a) == len(b)),
+    "a group that contains these ranks is taken for theirs": _axis_by_order(
+        "world", *USUAL, same=lambda a, b: set(b) <= set(a)
+    ),
+    "an axis that has all ranks is called world": _axis_by_order("world", *USUAL, first={"all_to_all": ["ep"]}),
+    "edp is left out: it falls to the world": _axis_by_order("tp", "pp", "dp", "ep"),
+    "what goes to all ranks has no name": _axis_by_order(otherwise=None),
+    "the data axes are one: edp and ep are called dp": lambda event, groups: {"edp": "dp", "ep": "dp"}.get(
+        axis := _axis_by_order()(event, groups), axis
+    ),
+}
+
+# What the trainer does along each axis.  Only int8 sums send all-to-all along dp and edp.
+SUMS_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+OPERATIONS = {
+    "tp": ("all_reduce", "all_gather", "reduce_scatter"),
+    "pp": ("all_reduce", "send", "recv"),
+    "dp": SUMS_OPS,
+    "edp": SUMS_OPS,
+    "ep": ("all_to_all",),
+    "ends": ("all_reduce",),
+    "world": ("all_reduce",),
+}
+
+
 def grade_axis_of(fn) -> Verdict:
-    """Six meshes of four ranks, every operation there is along every axis, seen from every rank."""
-    seen = [case for rank in run_ranks(_observe_axes, R, timeout=LIMIT_S, overrides={AXIS: fn}) for case in rank]
-    usual = ("tp", "pp", "dp", "edp", "ep")
-    known = {
-        "where dp and ep have the same ranks, an exchange of tokens is counted as dp": _axis_by_order(*usual, a2a=None),
-        "where dp and ep have the same ranks, a sum of gradients is counted as ep": _axis_by_order("ep", *usual),
-        "every all-to-all is ep, whoever made it": lambda event, groups: (
-            "ep" if event.op == "all_to_all" else _axis_by_order(*usual)(event, groups)
-        ),
-        "where dp and edp are one, it is called edp": _axis_by_order("tp", "pp", "edp", "dp", "ep"),
-        "groups are told apart by their size only": _axis_by_order(*usual, same=lambda a, b: len(a) == len(b)),
-        "a group that contains these ranks is taken for theirs": _axis_by_order(
-            "world", *usual, same=lambda a, b: set(b) <= set(a)
-        ),
-        "an axis that has all ranks is called world": _axis_by_order("world", *usual),
-        "edp is left out: it falls to the world": _axis_by_order("tp", "pp", "dp", "ep"),
-        "what goes to all ranks has no name": _axis_by_order(*usual, otherwise=None),
-        "the data axes are one: edp and ep are called dp": lambda event, groups: {"edp": "dp", "ep": "dp"}.get(
-            axis := _axis_by_order(*usual)(event, groups), axis
-        ),
-    }
+    """Four meshes of four ranks, every operation there is along every axis, seen from every rank."""
+    seen = [case for rank in run_ranks(_observe_axes, R, timeout=2 * LIMIT_S, overrides={AXIS: fn}) for case in rank]
     cases = [(event, groups) for event, groups, _ in seen]
-    asked, got = [_axis_by_order(*usual)(*case) for case in cases], [answer for *_, answer in seen]
+    asked, got = [_axis_by_order()(*case) for case in cases], [answer for *_, answer in seen]
     if got != asked:
         names = [f"{event.op} among {event.group_ranks}, rank {event.rank}, of {groups}" for event, groups in cases]
-        return wrong("It went along another axis.", _recognised(known, cases, got), _rows(names, asked, got, 3))
-    return ok(f"Right for {len(seen)} operations, on six meshes.")
+        named = _recognised(AXIS_MISTAKES, cases, got)
+        return wrong("It went along another axis.", named, _rows(names, asked, got, 3))
+    return ok(f"Right for {len(seen)} operations, on four meshes.")
 
 
 def _observe_axes() -> list[tuple[Any, dict[str, tuple[int, ...]], Any]]:
     found, rank = [], collectives.rank_in()
     for parallel in MESHES:
         mesh = build_mesh(parallel, "cpu")
-        axes = ("tp", "pp", "dp", "edp", "ep", "world")
-        groups = {axis: collectives.ranks_of(mesh.group(axis)) for axis in axes if mesh.size(axis) > 1}
-        for axis, op in itertools.product(groups, ("all_to_all", "all_reduce", "send")):
-            peer = groups[axis][0] if op == "send" else None
-            event = collectives.Event(op, groups[axis], rank, peer, 8, 8, 0.0, 1.0)
-            found.append((event, groups, recorded.axis_of(event, mesh)))
+        groups = {axis: collectives.ranks_of(mesh.group(axis)) for axis in OPERATIONS if mesh.size(axis) > 1}
+        for ranks, op in [(groups[axis], op) for axis in groups for op in OPERATIONS[axis]]:
+            peer = next(other for other in ranks if other != rank) if op in ("send", "recv") else None
+            event = collectives.Event(op, ranks, rank, peer, 8, 8, 0.0, 1.0)
+            with _asking(f"{op} among {ranks}, rank {rank}, of {groups}"):
+                found.append((event, groups, recorded.axis_of(event, mesh)))
     return found
 
 
@@ -520,8 +635,8 @@ def dense_config(layers=128, width=8192, **changes: Any) -> DeepSeekConfig:
 HINTS = {
     "9-bug": (
         "The loss is right at every step, with and without the mistake, and so is the norm without expert "
-        "parallelism. What has ep got to do with the size of a gradient? `train` returns two more norms: look at "
-        '`"experts"` and at `"others"`.',
+        "parallelism. What has ep got to do with the size of a gradient? The last cell of this section prints two "
+        "norms apart: of the experts' gradients, and of all others.",
         "The suspect divides a loss by its rank's own tokens, and then a gradient by the ranks that it is added up "
         "over. For most parameters these are all dp ranks. For experts?",
         "An expert is added up over edp, dp / ep ranks, and divided by as many. But it has worked on the tokens of its "
@@ -603,10 +718,11 @@ EXERCISES = (
         hints=(
             "`collectives.ranks_of(mesh.group(axis))` are the ranks of this rank's group along an axis. Compare them "
             "with `event.group_ranks`.",
-            "Two axes can have the same ranks: dp and ep, if edp is 1. Only experts exchange tokens, by "
-            "`all_to_all`. And dp and edp, if ep is 1: then call it dp.",
-            'So: "ep" first if it is an all-to-all; then tp, pp, dp, edp, ep, passing over axes with `mesh.size(axis)` '
-            '1; and "world" if none fits.',
+            "Several axes can have the same ranks. dp and ep, if edp is 1: only experts exchange tokens, by "
+            "`all_to_all`. dp and edp, if ep is 1: call it dp. pp and the ends, with two stages: the ends use "
+            "`all_reduce`.",
+            'So: "ep" first if it is an all-to-all, "ends" first if it is an all-reduce; then tp, pp, dp, edp, ep, '
+            'passing over axes with `mesh.size(axis)` 1; and "world" if none fits.',
         ),
     ),
 )
