@@ -132,6 +132,14 @@ class ParallelConfig:
             if asked:
                 raise ValueError(f"engine: torch has no parallel.{what}: {instead}, or engine: lab")
 
+    def check_torch_pipeline(self, micro_batches: int) -> None:
+        """Raises ValueError when PyTorch's schedule cannot have that many micro-batches, while ours could."""
+        if self.schedule == "1f1b" and micro_batches < self.pp:
+            raise ValueError(
+                f"PyTorch's 1f1b needs at least as many micro-batches as stages, parallel.pp={self.pp}, "
+                f"not {micro_batches}; use gpipe, or engine: lab"
+            )
+
     def check_model(self, model: DeepSeekConfig, seq_len: int) -> None:
         """Raises ValueError when the model cannot be split this way."""
         tp = self.tp

@@ -152,6 +152,8 @@ class RunConfig:
         passes = self.passes(self.train.global_batch_size, dp)
         try:
             self.parallel.pipeline(passes)
+            if self.engine == "torch":
+                self.parallel.check_torch_pipeline(passes)
         except ValueError as error:
             raise ConfigError(
                 f"{error}; a step has {passes} micro-batches: train.global_batch_size={self.train.global_batch_size} "
