@@ -59,7 +59,8 @@ def axis_of(event: collectives.Event, mesh: Mesh) -> str:
     ends of a pipeline add up, while its stages send and receive.
 
     Args:
-        event: `op` is a name such as "all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send" or "recv".
+        event: a whole operation, never a step of one.  Its `op` is a name such as "all_to_all", "all_reduce",
+            "all_gather", "reduce_scatter", "send" or "recv".
 
     Returns:
         "tp", "pp", "dp", "edp", "ep" or "ends": one with more than one rank (`mesh.size`), whose group (`mesh.group`)
