@@ -130,5 +130,5 @@ def test_engine_torch_says_what_its_pipelines_lack():
         RunConfig(engine="torch", parallel=ParallelConfig(ep=2))
     few = TrainConfig(global_batch_size=3, micro_batch_size=1)
     RunConfig(train=few, parallel=ParallelConfig(pp=4)).check(4)
-    with pytest.raises(ValueError, match="as many micro-batches as stages, .*not 3"):
+    with pytest.raises(ValueError, match="as many micro-batches as stages"):
         RunConfig(engine="torch", train=few, parallel=ParallelConfig(pp=4)).check(4)
