@@ -48,6 +48,15 @@ def nothing(rank, ranks, micro_batches):
     return None
 
 
+def four_ranks(rank, ranks, micro_batches):
+    return each("F", range(micro_batches)) + each("B", range(micro_batches)) if rank < 4 else []
+
+
+def up_to_64(rank, ranks, micro_batches):
+    few = min(micro_batches, 64)
+    return each("F", range(few)) + each("B", range(few))
+
+
 # 6.2 ----------------------------------------------------------------------------------------------------------
 
 
@@ -84,6 +93,20 @@ def uses_up(actions):
             kept += RIGHT.get(step.kind, 0)
             most = max(most, kept)
     return most
+
+
+def needs_a_list(actions):
+    kept = most = 0
+    for i in range(len(actions)):
+        for step in actions[i].steps():
+            kept += RIGHT.get(step.kind, 0)
+            most = max(most, kept)
+    return most
+
+
+def goes_through_twice(actions):
+    n_forwards = sum(step.kind == "F" for action in actions for step in action.steps())
+    return min(n_forwards, _peak(RIGHT)(actions))
 
 
 # 6.3 ----------------------------------------------------------------------------------------------------------
@@ -286,6 +309,60 @@ class OverwritesDy(DeferrableLinear):
         return dx, *weight_part()
 
 
+class WeightPartTwice(DeferrableLinear):
+    @staticmethod
+    def backward(ctx, dy):
+        x, w_FD = ctx.saved_tensors
+
+        def weight_part():
+            _ = dy @ w_FD
+            return (dy.flatten(0, -2).T @ x.flatten(0, -2),)
+
+        dx = dy @ w_FD if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1] or put_off([ctx.weight], weight_part):
+            return dx, None
+        return dx, *weight_part()
+
+
+class FrozenAllTheSame(DeferrableLinear):
+    @staticmethod
+    def backward(ctx, dy):
+        x, w_FD = ctx.saved_tensors
+        dx = dy @ w_FD if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[1] and put_off([ctx.weight], lambda: (dy.flatten(0, -2).T @ x.flatten(0, -2),)):
+            return dx, None
+        return dx, dy.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class NeverAsks(DeferrableLinear):
+    @staticmethod
+    def backward(ctx, dy):
+        x, w_FD = ctx.saved_tensors
+        deferred(ctx.weight).put([ctx.weight], lambda: (dy.flatten(0, -2).T @ x.flatten(0, -2),))
+        return dy @ w_FD, None
+
+
+class NoTuple(DeferrableLinear):
+    @staticmethod
+    def backward(ctx, dy):
+        x, w_FD = ctx.saved_tensors
+
+        def weight_part():
+            return dy.flatten(0, -2).T @ x.flatten(0, -2)
+
+        dx = dy @ w_FD if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1] or put_off([ctx.weight], weight_part):
+            return dx, None
+        return dx, weight_part()
+
+
+class KeptBeside(DeferrableLinear):
+    @staticmethod
+    def forward(ctx, x, w_FD):
+        ctx.x = x
+        return DeferrableLinear.forward(ctx, x, w_FD)
+
+
 # 6.5 ----------------------------------------------------------------------------------------------------------
 
 
@@ -410,6 +487,62 @@ class OnTheNewest(StashedWeights):
         self.newest = newest
 
 
+class SharesMemory(StashedWeights):
+    def __init__(self, weights):
+        self.newest, self.met = {name: w.detach().requires_grad_() for name, w in weights.items()}, {}
+
+
+class TheCallersOwn(StashedWeights):
+    def __init__(self, weights):
+        self.newest, self.met = dict(weights), {}
+
+
+class ChangesTheGiven(StashedWeights):
+    def __init__(self, weights):
+        self.newest, self.met = {name: w.requires_grad_() for name, w in weights.items()}, {}
+
+
+class FirstTakesNoGradient(StashedWeights):
+    def __init__(self, weights):
+        self.newest, self.met = {name: w.detach().clone() for name, w in weights.items()}, {}
+
+
+class MetIsAList(StashedWeights):
+    def __init__(self, weights):
+        super().__init__(weights)
+        self.met = [None] * 100
+
+
+class KeepsAllVersions(StashedWeights):
+    def forward(self, m):
+        self.past = [*getattr(self, "past", []), self.newest]
+        return super().forward(m)
+
+
+class LetsGoOfTheOldest(StashedWeights):
+    def update(self, m, lr):
+        _step(self, min(self.met), lr)
+
+
+class ZeroesGradients(StashedWeights):
+    def update(self, m, lr):
+        met = self.met[m]
+        _step(self, m, lr, clear=False)
+        for w in met.values():
+            w.grad.zero_()
+
+
+class UpdatesInSinglePrecision(StashedWeights):
+    def update(self, m, lr):
+        met = self.met.pop(m)
+        self.newest = {
+            name: (w.detach().float() - lr * met[name].grad.float()).double().requires_grad_()
+            for name, w in self.newest.items()
+        }
+        for w in met.values():
+            w.grad = None
+
+
 WRONG = [
     Wrong("6.1", one_after_the_other, "each micro-batch goes through before the next one starts: no pipeline"),
     Wrong("6.1", newest_first, "backwards from the last micro-batch to the first"),
@@ -417,7 +550,9 @@ WRONG = [
     Wrong("6.1", as_many_as_ranks, "as many micro-batches as ranks"),
     Wrong("6.1", forwards_only, "backward is missing"),
     Wrong("6.1", already_1f1b, "this is 1F1B already"),
-    Wrong("6.1", as_words),
+    Wrong("6.1", as_words, "no actions"),
+    Wrong("6.1", four_ranks, "ranks from the fifth on do nothing"),
+    Wrong("6.1", up_to_64, "no more than 64 micro-batches"),
     Wrong("6.1", nothing),
     Wrong("6.2", _peak(RIGHT, lambda action: (action,)), "the overlaps are not taken apart"),
     Wrong("6.2", _peak({"F": 1, "B": -1, "I": -1}), "activations are let go of in I, before W has used them"),
@@ -429,6 +564,8 @@ WRONG = [
     Wrong("6.2", counts_messages, "a message counts as the work that it carries"),
     Wrong("6.2", by_number, "the micro-batch with the highest number"),
     Wrong("6.2", uses_up, "it uses up its input"),
+    Wrong("6.2", needs_a_list, "only a list will do"),
+    Wrong("6.2", goes_through_twice),
     Wrong("6.3", all_forwards_first, "all forwards come first: that is GPipe"),
     Wrong("6.3", _ahead(lambda r, p: 0), "no forwards run ahead: no pipeline"),
     Wrong("6.3", _ahead(lambda r, p: p - r), "one forward too many runs ahead"),
@@ -473,6 +610,18 @@ WRONG = [
         "only the first sequence of the batch is counted",
     ),
     Wrong("6.4", _linear(save=lambda x, w, y: (x, w, y)), "it keeps more than x and w"),
+    Wrong("6.4", _linear(save=lambda x, w, y: (x.clone(), w)), "it keeps a copy"),
+    Wrong("6.4", KeptBeside, "a tensor is kept beside the saved ones"),
+    Wrong("6.4", WeightPartTwice, "the weight part works twice"),
+    Wrong("6.4", FrozenAllTheSame, "it works out a gradient of w that nobody needs"),
+    Wrong("6.4", NeverAsks, "it does not ask whether anything is put off"),
+    Wrong("6.4", NoTuple, "a tensor instead of a tuple"),
+    Wrong("6.4", _linear(dw=lambda dy, x: dy.mT @ x), "three dimensions are not made into rows"),
+    Wrong(
+        "6.4",
+        _linear(dw=lambda dy, x: torch.einsum("btf,btd->fd", dy, x) if dy.dim() == 3 else dy.mT @ x),
+        "four dimensions are not made into rows",
+    ),
     Wrong("6.5", _bubble("IF"), "all weight parts wait for the end"),
     Wrong("6.5", _bubble(due=lambda m, w, behind: m >= w), "`behind` is ignored: W right after its I"),
     Wrong("6.5", _bubble(due=lambda m, w, behind: m - w > behind), "W comes one micro-batch too late"),
@@ -498,4 +647,13 @@ WRONG = [
     Wrong("6.6", TrainsTheCallers, "it trains the caller's own tensors"),
     Wrong("6.6", InSinglePrecision, "digits are lost"),
     Wrong("6.6", OnTheNewest),
+    Wrong("6.6", UpdatesInSinglePrecision, "digits are lost in the update"),
+    Wrong("6.6", ZeroesGradients, "gradients are zeroed, but not gone"),
+    Wrong("6.6", SharesMemory, "the first version shares its memory with the caller"),
+    Wrong("6.6", TheCallersOwn, "the first version is the caller's own tensors"),
+    Wrong("6.6", ChangesTheGiven, "the caller's tensors are made to take gradients"),
+    Wrong("6.6", FirstTakesNoGradient, "the first version takes no gradient"),
+    Wrong("6.6", MetIsAList, "`met` is no dictionary"),
+    Wrong("6.6", KeepsAllVersions, "old versions are kept aside"),
+    Wrong("6.6", LetsGoOfTheOldest, "it lets go of the oldest, not of m"),
 ]

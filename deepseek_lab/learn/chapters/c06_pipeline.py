@@ -4,6 +4,7 @@ The graders of orders play them, without any rank; those of what runs inside a s
 """
 
 import time
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -14,7 +15,7 @@ from deepseek_lab import slots
 from deepseek_lab.learn.chapters.c03_data_parallel import text_bytes
 from deepseek_lab.learn.exercises import Exercise
 from deepseek_lab.learn.ranks import RankTimeout, run_ranks
-from deepseek_lab.learn.verdict import Verdict, close, distance, ok, wrong
+from deepseek_lab.learn.verdict import Row, Verdict, close, distance, ok, wrong
 from deepseek_lab.model import split_backward
 from deepseek_lab.parallel import collectives, pipedream
 from deepseek_lab.plan import schedules
@@ -43,7 +44,8 @@ def _judge_order(fn: Order, asked: Order, known: dict[str, Order], cases: list[t
     orders = [list(order) for order in got]
     if not all(isinstance(action, Action) for order in orders for action in order):
         shown = next(x for order in orders for x in order if not isinstance(x, Action))
-        return wrong('An action is made like this: `Action("F", 0)`.', "no actions", [("one of them", "F0", shown)])
+        rows = [("one of them", 'Action("F", 0)', repr(shown))]
+        return wrong('An action is made like this: `Action("F", 0)`.', "no actions", rows)
 
     def same(other: Order) -> bool:
         return all(_words(a) == _words(list(other(*case))) for a, case in zip(orders, cases, strict=True))
@@ -51,11 +53,25 @@ def _judge_order(fn: Order, asked: Order, known: dict[str, Order], cases: list[t
     if same(asked):
         return None
     rows = [
-        (", ".join(f"{name} {x}" for name, x in zip(names, case, strict=True)), _words(asked(*case)), _words(order))
+        _where_they_part(
+            ", ".join(f"{name} {x}" for name, x in zip(names, case, strict=True)), list(asked(*case)), order
+        )
         for case, order in zip(cases, orders, strict=True)
+        if _words(order) != _words(list(asked(*case)))
     ]
     name = next((name for name, other in known.items() if same(other)), None)
-    return wrong("This is not the order that was asked for.", name, [row for row in rows if row[1] != row[2]][:4])
+    return wrong("This is not the order that was asked for.", name, rows[:4])
+
+
+def _where_they_part(label: str, asked: list[Action], got: list[Action]) -> tuple[str, str, str]:
+    """A row of two orders, whole where they are short, else from shortly before their first difference."""
+    first = 0
+    if max(len(asked), len(got)) > 24:
+        alike = [str(a) == str(b) for a, b in zip(asked, got, strict=False)]
+        first = max((alike.index(False) if False in alike else len(alike)) - 2, 0)
+        label += f", from its action {first} on"
+    shown = [_words(order[first : first + 24]) or "nothing" for order in (asked, got)]
+    return label, shown[0], shown[1]
 
 
 def _with_actions(kinds: str, micro_batches: Iterable[int]) -> list[Action]:
@@ -84,8 +100,10 @@ def grade_gpipe(fn) -> Verdict:
         "as many micro-batches as ranks": lambda r, p, m: asked(r, p, p),
         "backward is missing": lambda r, p, m: _with_actions("F", range(m)),
         "this is 1F1B already": slots.original(ONE_F_ONE_B),
+        "ranks from the fifth on do nothing": lambda r, p, m: asked(r, p, m) if r < 4 else [],
+        "no more than 64 micro-batches": lambda r, p, m: asked(r, p, min(m, 64)),
     }
-    cases = [(0, 4, 3), (3, 4, 3), (1, 4, 6), (0, 1, 2)]
+    cases = [(0, 4, 3), (3, 4, 3), (1, 4, 6), (0, 1, 2), (5, 8, 3), (1, 2, 130)]
     if (verdict := _judge_order(fn, asked, known, cases, ORDER_OF)) is not None:
         return verdict
     timeline = simulate(schedule_of(fn, 4, 8))
@@ -283,7 +301,21 @@ def grade_peak_activations(fn) -> Verdict:
         return wrong(summary, name, [row for row in rows if row[1] != row[2]][:5])
     if any(given[name] != list(order) for name, order in orders.items()):
         return wrong("The numbers are right, but the caller's list has changed.", "it uses up its input")
-    return ok("Right for whole and split backwards and for overlaps.", rows[:6])
+    return _judge_yielded(fn, asked, orders) or ok(
+        "Right for whole and split backwards and for overlaps, listed or yielded.", rows[:6]
+    )
+
+
+def _judge_yielded(fn, asked, orders) -> Verdict | None:
+    """An order may be yielded, see 6.1: then it can be gone through once, and has no length."""
+    try:
+        rows: list[Row] = [(f"{n}, yielded", asked(order), fn(a for a in order)) for n, order in orders.items()]
+    except (TypeError, AttributeError) as problem:
+        rows = [("with an order that is yielded", "a number", f"{type(problem).__name__}: {problem}")]
+    if all(row[1] == row[2] for row in rows):
+        return None
+    summary = "Right for lists. But an order may also be yielded: go through it once, from front to back."
+    return wrong(summary, "only a list will do", [row for row in rows if row[1] != row[2]][:3])
 
 
 # --- 6.4 a backward in two parts --------------------------------------------------------------------------------
@@ -307,27 +339,87 @@ class _CountMatmuls(TorchDispatchMode):
 
 
 def grade_deferrable_linear(cls) -> Verdict:
-    """A square weight and an oblong one, in fp64: backward whole, in two parts, and where one part is not needed."""
-    for label, shape, n_out in (("square", (5, 4), 4), ("three dimensions", (2, 3, 4), 6)):
-        seen = _try_linear(cls, shape, n_out)
+    """Square and oblong weights, x of two to four dimensions, fp64: backward whole, in parts, one part not needed."""
+    for label, shape, n_out in LINEAR_SHAPES:
+        try:
+            seen = _try_linear(cls, shape, n_out)
+        except (RuntimeError, AttributeError, TypeError, ValueError) as problem:
+            if (verdict := _linear_raised(label, problem)) is None:
+                raise
+            return verdict
         if (verdict := _linear_values(label, seen)) is not None:
             return verdict
-    seen = _try_linear(cls, (2, 3, 4), 6)
-    counts = [("matrix products in I", 1, seen["matmuls I"]), ("in W", 1, seen["matmuls W"])]
+    counts: list[Row] = [("matrix products in I", 1, seen["matmuls I"]), ("in W", 1, seen["matmuls W"])]
     if seen["matmuls I"] > 1:
         name = "the weight part is worked out at once and only handed over late"
         return wrong("The gradients are right, but I has the work of both.", name, counts)
-    if seen["saved"] > seen["x bytes"] + seen["w bytes"]:
-        kept = [("bytes kept for backward", seen["x bytes"] + seen["w bytes"], seen["saved"])]
-        return wrong("Right, but it keeps more than backward needs.", "it keeps more than x and w", kept)
+    if seen["matmuls W"] > 1:
+        return wrong("The gradients are right, but W does more than its part.", "the weight part works twice", counts)
+    if (verdict := _linear_memory(seen)) is not None:
+        return verdict
     frozen = _try_linear(cls, (5, 4), 4, w_grad=False)
     if frozen["left"]:
         return wrong("A weight that needs no gradient has no weight part.", "a frozen weight gets a weight part")
+    if frozen["matmuls I"] > 1:
+        name = "it works out a gradient of w that nobody needs"
+        return wrong("Where w needs no gradient, one product is enough.", name, [("products", 1, frozen["matmuls I"])])
     first = _try_linear(cls, (5, 4), 4, x_grad=False)
     if first["matmuls I"]:
         name = "it works out a gradient of x that nobody needs"
         return wrong("Where x needs no gradient, I has nothing to do.", name)
     return ok("Both gradients right, whole and in two parts, and each part does its own work only.", counts)
+
+
+LINEAR_SHAPES = (
+    ("two dimensions", (5, 4), 4),  # and a square weight: nothing is refused for its shape
+    ("three dimensions", (2, 3, 4), 6),
+    ("four dimensions", (2, 3, 2, 4), 6),
+)
+
+
+class _NoTuple(ValueError):
+    """What was put off gave a tensor."""
+
+
+class _WatchedParts(split_backward.WeightParts):
+    def put(self, weights, work_out):
+        def looked_at():
+            gradients = work_out()
+            if isinstance(gradients, torch.Tensor):
+                raise _NoTuple
+            return gradients
+
+        super().put(weights, looked_at)
+
+
+def _linear_raised(label: str, problem: Exception) -> Verdict | None:
+    """A verdict on what a usual slip raises; None for all else."""
+    rows: list[Row] = [("it raised", "nothing", f"{type(problem).__name__}: {problem}"[:110])]
+    if isinstance(problem, _NoTuple):
+        summary = "What is put off should give a tuple of one gradient: `(dw,)`."
+        return wrong(summary, "a tensor instead of a tuple")
+    if isinstance(problem, AttributeError) and "NoneType" in str(problem) and "put" in str(problem):
+        summary = "In an ordinary backward `deferred(weight)` is None: then the layer works both parts out itself."
+        return wrong(summary, "it does not ask whether anything is put off", rows)
+    if label != LINEAR_SHAPES[0][0] and isinstance(problem, RuntimeError):
+        summary = f"An x of {label} fails: all but its last dimension are rows, and dw is a sum over all rows."
+        return wrong(summary, f"{label} are not made into rows", rows)
+    return None
+
+
+def _linear_memory(seen) -> Verdict | None:
+    """What backward keeps: x and w themselves, and nothing beside them."""
+    if seen["beside"]:
+        rows = [("tensors kept as attributes of ctx, apart from w", "none", ", ".join(seen["beside"]))]
+        summary = "What `ctx.save_for_backward` does not know of, a recomputation cannot let go of."
+        return wrong(summary, "a tensor is kept beside the saved ones", rows)
+    if seen["saved"] > seen["x bytes"] + seen["w bytes"]:
+        kept = [("bytes kept for backward", seen["x bytes"] + seen["w bytes"], seen["saved"])]
+        return wrong("Right, but it keeps more than backward needs.", "it keeps more than x and w", kept)
+    if seen["copies"]:
+        copied = [("of what is kept, bytes that are copies", 0, seen["copies"])]
+        return wrong("Right, but x or w takes up memory a second time.", "it keeps a copy", copied)
+    return None
 
 
 def _numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -341,19 +433,23 @@ def _try_linear(cls, shape, n_out, x_grad=True, w_grad=True):
     found = {"x": x.clone(), "w": w.clone(), "dy": dy.clone(), "x bytes": x.nbytes, "w bytes": w.nbytes}
     x.requires_grad_(x_grad)
     weight.requires_grad_(w_grad)
-    saved = []
+    saved, copies = [], []
 
     def pack(tensor):
         saved.append(tensor.nbytes)
+        if tensor.data_ptr() not in (x.data_ptr(), weight.data_ptr()):
+            copies.append(tensor.nbytes)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, torch.detach):  # as recomputation gives them back
         y = cls.apply(x, weight)
-    found["y"], found["saved"] = y.detach(), sum(saved)
+    found["y"], found["saved"], found["copies"] = y.detach(), sum(saved), sum(copies)
+    kept = vars(y.grad_fn).items() if y.grad_fn is not None else ()
+    found["beside"] = [name for name, v in kept if isinstance(v, torch.Tensor) and v is not weight]
     y.backward(dy.clone())
     found["whole"] = (x.grad, weight.grad)
     x.grad = weight.grad = None
-    parts = split_backward.WeightParts()
+    parts = _WatchedParts()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, torch.detach):
         y = cls.apply(x, weight)
     with split_backward.deferring(parts), _CountMatmuls() as count:
@@ -369,46 +465,60 @@ def _try_linear(cls, shape, n_out, x_grad=True, w_grad=True):
     return found
 
 
+def _gap(label: str, asked: torch.Tensor, got: torch.Tensor | None) -> tuple:
+    """A row that shows how far two tensors are apart: their norms may be the same."""
+    if got is None or got.shape != asked.shape:
+        return (f"{label}: shape", tuple(asked.shape), None if got is None else tuple(got.shape))
+    return (f"{label}: largest difference", 0.0, (got - asked).abs().max().item())
+
+
 def _linear_values(label, seen):
     x, w, dy = seen["x"], seen["w"], seen["dy"]
     y, dx = x @ w.T, dy @ w
     dw = dy.flatten(0, -2).T @ x.flatten(0, -2)
     if not close(seen["y"], y):
-        rows = [(f"y, {label}", y, seen["y"])]
+        rows = [_gap(f"y, {label}", y, seen["y"])]
         return wrong("This is not x wᵀ.", "digits are lost" if close(seen["y"], y, 1e-5) else None, rows)
     whole_dx, whole_dw = seen["whole"]
-    rows = [(f"gradient of x, {label}", dx, whole_dx), (f"gradient of w, {label}", dw, whole_dw)]
+    pairs = (("x", dx, whole_dx), ("w", dw, whole_dw))
+    rows = [_gap(f"gradient of {which}, {label}", *pair) for which, *pair in pairs if not close(pair[1], pair[0])]
     if whole_dw is None:
         name = "the weight part is lost where nothing is put off"
         return wrong("In an ordinary backward, w has no gradient.", name, rows)
-    if not (close(whole_dx, dx) and close(whole_dw, dw)):
-        name = None
-        if close(whole_dw, dw.T):
-            name = "the gradient of w is transposed"
-        elif label == "square" and close(whole_dx, dy @ w.T):
-            name = "the gradient of x takes the transposed weight"
-        elif distance(whole_dw, dw) < 1e-5 and distance(whole_dx, dx) < 1e-5:
-            name = "digits are lost"
-        elif label != "square" and close(whole_dw, dy[0].T @ x[0]):
-            name = "only the first sequence of the batch is counted"
-        return wrong("In an ordinary backward, these are not the gradients.", name, rows)
+    if rows:
+        return wrong("In an ordinary backward, this is not the gradient.", _wrong_gradient(label, seen, dx, dw), rows)
     dx_i, dw_i = seen["after I"]
     if dw_i is not None:
         name = "put off, and worked out at once as well" if seen["left"] else "nothing is put off"
         return wrong("After I, w should not have its gradient yet.", name, [("gradient of w after I", None, dw_i)])
-    if not close(dx_i, dx) if dx_i is not None else True:
+    if dx_i is None or not close(dx_i, dx):
         name = "the gradient of x is put off too: nobody can go on" if dx_i is None or not dx_i.any() else None
-        return wrong("After I, x should have its gradient.", name, [("gradient of x after I", dx, dx_i)])
+        return wrong("After I, x should have its gradient.", name, [_gap("gradient of x after I", dx, dx_i)])
     if not seen["w itself"]:
         name = "the gradient goes to a twin of the weight, not to the weight itself"
         return wrong("After a recomputation, what was saved comes back as a twin, which is no parameter.", name)
     if seen["left"] and not any(seen["whose"]):
         return wrong("`put` needs the weights whose gradients will come.", "it does not say whose gradient it is")
-    if not close(seen["after W"][1], dw):
-        name = "the weight part is thrown away" if seen["after W"][1] is None else None
-        return wrong("After W, this is not the gradient of w.", name, [("gradient of w", dw, seen["after W"][1])])
+    dw_w = seen["after W"][1]
+    if not close(dw_w, dw):
+        name = "the weight part is thrown away" if dw_w is None else None
+        return wrong("After W, this is not the gradient of w.", name, [_gap("gradient of w after W", dw, dw_w)])
     if seen["changed"]:
         return wrong("The gradients are right, but an argument changed.", "it overwrites what it was given")
+    return None
+
+
+def _wrong_gradient(label: str, seen, dx, dw) -> str | None:
+    """The name of what went wrong in an ordinary backward."""
+    (whole_dx, whole_dw), x, w, dy = seen["whole"], seen["x"], seen["w"], seen["dy"]
+    if close(whole_dw, dw.T):
+        return "the gradient of w is transposed"
+    if w.shape[0] == w.shape[1] and close(whole_dx, dy @ w.T):
+        return "the gradient of x takes the transposed weight"
+    if distance(whole_dw, dw) < 1e-5 and distance(whole_dx, dx) < 1e-5:
+        return "digits are lost"
+    if dy.dim() > 2 and close(whole_dw, dy[0].flatten(0, -2).T @ x[0].flatten(0, -2)):
+        return "only the first sequence of the batch is counted"
     return None
 
 
@@ -416,12 +526,12 @@ def _linear_values(label, seen):
 
 
 def grade_stashed_weights(cls) -> Verdict:
-    """Three micro-batches that share a version, two more that do not; then three real ranks."""
+    """Three micro-batches that share a version, two more that do not, and out of turn; then three real ranks."""
     start = {"a": _numbers(3, seed=3), "b": _numbers(2, 2, seed=4)}
     given = {name: w.clone() for name, w in start.items()}
     weights = cls(given)
-    if any(w.dtype != torch.float64 for w in weights.newest.values()):
-        return wrong("The weights were fp64.", "digits are lost")
+    if (verdict := _first_version(weights, given)) is not None:
+        return verdict
     gradients = [{name: _numbers(*w.shape, seed=10 + 2 * m + i) for i, (name, w) in enumerate(start.items())}
                  for m in range(5)]  # fmt: skip
     versions = [start]
@@ -434,7 +544,7 @@ def grade_stashed_weights(cls) -> Verdict:
     def values(version):
         return torch.cat([version[name].detach().flatten() for name in start])
 
-    met, steps = {}, []
+    met, steps, made = {}, [], [weakref.ref(weights.newest["a"])]
     for event in ("F0", "F1", "F2", "U0", "F3", "U1", "F4", "U2", "U3", "U4"):
         m = int(event[1])
         if event[0] == "F":
@@ -444,6 +554,7 @@ def grade_stashed_weights(cls) -> Verdict:
         else:
             backward(m)
             weights.update(m, 0.5)
+            made.append(weakref.ref(weights.newest["a"]))
         steps.append((event, values(weights.newest), {k: values(v) for k, v in met.items()}))
         if (verdict := _stash_state(weights, event, met)) is not None:
             return verdict
@@ -460,7 +571,47 @@ def grade_stashed_weights(cls) -> Verdict:
             return wrong("A version must stay what it was.", name, rows)
     if any(not torch.equal(given[name], w) for name, w in start.items()):
         return wrong("The weights that were given have changed.", "it trains the caller's own tensors")
-    return _stash_on_ranks(cls)
+    met.clear()
+    if (n_alive := sum(version() is not None for version in made)) > 1:
+        rows = [("versions in memory when nothing is on its way any more", 1, n_alive)]
+        return wrong("Somebody still holds on to old versions.", "old versions are kept aside", rows)
+    return _out_of_turn(cls, start) or _stash_on_ranks(cls)
+
+
+def _first_version(weights, given) -> Verdict | None:
+    """What must hold before the first micro-batch."""
+    first = weights.newest
+    if not isinstance(weights.met, dict):
+        rows = [("met", "{}", repr(weights.met))]
+        return wrong(
+            "`met` takes a micro-batch to its version: a dictionary, empty at first.", "`met` is no dictionary", rows
+        )
+    if any(w.requires_grad for w in given.values()):
+        return wrong("The tensors that were given have changed.", "the caller's tensors are made to take gradients")
+    if any(first[name] is w for name, w in given.items()):
+        return wrong("The first version should be a copy.", "the first version is the caller's own tensors")
+    if any(first[name].data_ptr() == w.data_ptr() for name, w in given.items()):
+        summary = "The first version should be a copy: if the caller changes its tensors, a version must stay."
+        return wrong(summary, "the first version shares its memory with the caller")
+    if any(w.dtype != torch.float64 for w in first.values()):
+        return wrong("The weights were fp64.", "digits are lost", [("dtype", "float64", str(first["a"].dtype))])
+    if not all(w.requires_grad for w in first.values()):
+        summary = "Backward leaves no gradient on the first version: its tensors do not require one."
+        return wrong(summary, "the first version takes no gradient")
+    return None
+
+
+def _out_of_turn(cls, start) -> Verdict | None:
+    """Micro-batch 1 comes back before micro-batch 0."""
+    weights = cls({name: w.clone() for name, w in start.items()})
+    for m in (0, 1):
+        weights.forward(m)
+    sum(w.sum() for w in weights.met[1].values()).backward()
+    weights.update(1, 0.5)
+    if list(weights.met) != [0]:
+        rows = [("on their way, when 1 of 0 and 1 has come back", [0], list(weights.met))]
+        return wrong("`update(m)` is about m, whichever m that is.", "it lets go of the oldest, not of m", rows)
+    return None
 
 
 def _stash_state(weights, event: str, met: dict) -> Verdict | None:
@@ -474,7 +625,10 @@ def _stash_state(weights, event: str, met: dict) -> Verdict | None:
         return wrong("No update lies between these micro-batches.", "a copy for every micro-batch, not every version")
     if event[0] == "U" and m in weights.met:
         return wrong("A version that nobody needs any more takes up memory.", "what was met is never forgotten")
-    if event[0] == "U" and any(w.grad is not None for w in met[m].values()):
+    left = [w.grad for w in met[m].values() if w.grad is not None] if event[0] == "U" else []
+    if left and not any(g.any() for g in left):
+        return wrong("Set `.grad` to None: zeros take up memory.", "gradients are zeroed, but not gone")
+    if left:
         return wrong(
             "The next micro-batch leaves its gradients on the same tensors, where they would be added.",
             "gradients of micro-batches that share a version add up",
@@ -491,10 +645,13 @@ def _wrong_update(event, n_updates, newest, versions, gradients, values) -> Verd
         "the learning rate is forgotten": (before, -1.0),
     }
     name = next((n for n, (v, lr) in known.items() if close(newest, values({k: v[k] + lr * step[k] for k in v}))), None)
+    asked = values(versions[n_updates])
     if close(newest, values(before)):
         name = "nothing is updated"
-    asked = values(versions[n_updates])
-    return wrong("This is not one step from the newest weights.", name, [(f"newest, after {event}", asked, newest)])
+    elif close(newest, asked, 1e-5):
+        name = "digits are lost in the update"
+    rows = [(f"newest, after {event}", asked, newest), _gap(f"newest, after {event}", asked, newest)]
+    return wrong("This is not one step from the newest weights.", name, rows[name == "digits are lost in the update" :])
 
 
 def _stash_on_ranks(cls) -> Verdict:
