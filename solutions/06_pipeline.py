@@ -134,6 +134,9 @@ for m in (1, 2, 4, 9):
     print(f"{m:13}   {utilization(spans):5.0%}   {m / (m + 3):5.0%}")
 
 # %% [markdown]
+# (If the middle column is lower than the right one by more than a few per cent, something else keeps your cores busy:
+# run the cell again. It can't be the schedule.)
+#
 # A quarter without cutting, and three quarters take nine micro-batches. So the more the better? The price is memory.
 #
 # ## 2 · What is kept
@@ -142,7 +145,9 @@ for m in (1, 2, 4, 9):
 #
 # ### Exercise 6.2 · `peak_activations`  (warm-up, 10 minutes)
 #
-# A backward may come in two parts, I and W; section 3 says why. And an OVERLAP is a forward and a backward in one.
+# A backward may come in two parts, I and W; section 3 says why. And an OVERLAP is a forward of one micro-batch and a
+# backward of another as one action, so that one computes while messages of the other travel. Only DualPipeV, which
+# DeepSeek used, has such (section 3); here it is two actions to count.
 
 # %% exercise: deepseek_lab.plan.schedules.peak_activations
 
@@ -206,7 +211,9 @@ slider_figure(
 #
 # Messages belong to a schedule, too. A colleague writes them down where they are needed: a RECV right before the work,
 # a SEND right behind it. That has worked for weeks. On a new machine the run hangs, with two ranks and three
-# micro-batches. Here are the lists, and what `run_ranks` says of the ranks when the time is up:
+# micro-batches. Here are the lists, and what `run_ranks` says of the ranks when the time is up. `SEND F1.0 1` is to be
+# read: send the activation of micro-batch 1, chunk 0, to rank 1. (A *chunk* is one of the stages that a rank holds;
+# here each has one, number 0.) `RECV B0.0 1` takes the gradient of micro-batch 0 from rank 1.
 
 # %%
 from deepseek_lab.learn.chapters.c06_pipeline import messages_beside_work, symptoms
@@ -218,17 +225,20 @@ for rank, actions in enumerate(suspect):
 print(symptoms(suspect))
 
 # %% [markdown]
-# (`SEND F1.0 1`: the activation of micro-batch 1, chunk 0, to rank 1.) Which messages must change places? Find them
-# **before** you open the hint. `rendezvous(two_ranks, lists)` plays lists without any rank, and names a deadlock. This
-# is the order that the package makes:
+# Which messages must change places, and is there more than one way? Try it: write pairs into `PAIRS`, for example
+# `(0, "SEND F0.0 1", "SEND F1.0 1")` for two messages of rank 0. `rendezvous` plays the lists without any rank, and
+# names what each rank stands before when nothing moves any more. Two ranks then carry your lists out.
 
 # %%
-from deepseek_lab.plan.schedules import rendezvous
+from deepseek_lab.learn.chapters.c06_pipeline import change_places, what_rendezvous_says
 
-for rank, actions in enumerate(two_ranks.actions):
-    print(f"rank {rank}:", ", ".join(map(str, actions)))
-rendezvous(two_ranks, two_ranks.actions)
-print(symptoms(two_ranks.actions))
+PAIRS = []  # of (rank, one message, another)
+mended = suspect
+for rank, one, other in PAIRS:
+    mended = change_places(mended, rank, one, other)
+print(what_rendezvous_says(two_ranks, mended))
+if PAIRS:
+    print(symptoms(mended))
 
 # %%
 hint("6-bug")
@@ -248,7 +258,13 @@ hint("6-bug")
 #
 # A linear layer whose backward can leave `dw` for later. `parts = deferred(weight)` is None in an ordinary backward:
 # then the layer does both parts itself. If not, `parts.put([weight], work_out)` notes a function that will give a tuple
-# of one gradient. `weight` must be the parameter itself: what `ctx.save_for_backward` gives back may be a twin of it.
+# of one gradient, and backward returns None for w.
+#
+# The formula is for an x of rows; here x may have more dimensions, and what needs no gradient gets no work. And one
+# trap: to save memory, a trainer may throw away what forward saved, and run it again when backward comes
+# (recomputation). Then `ctx.saved_tensors` gives *twins*: the same numbers in other tensors. For a product a twin will
+# do, but not for `deferred` and `put`: they need the parameter that the optimizer knows. An attribute of `ctx` can hold
+# it.
 
 # %% exercise: deepseek_lab.model.split_backward.DeferrableLinear
 
@@ -260,6 +276,9 @@ check(DeferrableLinear)
 #
 # When to do the weight parts? This is one order with two numbers. ZB-H1 is `zero_bubble(m, ahead=ranks - rank,
 # behind=rank)`: as much in flight as 1F1B. ZB-H2 lets almost twice as many forwards run ahead.
+#
+# **Predict.** Why does rank 0 do each W at once, and rank 3 only three micro-batches later? Think of the end of the
+# step: what can each rank do there, while the last gradients travel to rank 0? And of memory: who can afford to wait?
 
 # %% exercise: deepseek_lab.plan.schedules.zero_bubble
 
@@ -278,6 +297,11 @@ show_figure(draw_schedule([spans for spans, *_ in ran], "ZB-H1, recorded on four
 print("kept at most, by rank:", [peak for _, peak, _ in ran], f"; gradients off by {off_by(ran, 4):.1g}")
 
 # %% [markdown]
+# On the way back, rank 3 is done with its last I first; then rank 2, 1 and 0 do theirs, one after the other. The three
+# weight parts that rank 3 has put off fill this wait; rank 2 waits for less long and has two, and rank 0, whose I comes
+# last, has nothing to wait for. It could not put any off either: a W that waits keeps activations. Rank r has ranks - r
+# forwards in flight and r weight parts waiting, so each rank keeps the same, which is what rank 0 of 1F1B keeps anyway.
+#
 # All of them side by side. "Messages" are those that one rank in the middle sends and receives in a step:
 
 
@@ -349,6 +373,9 @@ for name, curve in losses.items():
 
 # %% [markdown]
 # Update for update, stale weights cost next to nothing here, and even the version without stashing gets away with it.
+# One run cannot show such a difference: in the third digit the three may come in any order. Over three seeds, stale
+# weights cost 0.006 nats (`python benchmarks/pipeline.py staleness`), and stashing is a matter of principle at this
+# size: without it, a gradient is that of no model at all, and nothing bounds what it does.
 # (At three times this learning rate, one seed of three diverges with a flush, and two with stale weights.) Second for
 # second, PipeDream is ahead, since no time goes into bubbles. So why does nobody train large models that way? Because a
 # stale gradient is right only as long as the weights have hardly moved: three plain steps of SGD in a small model are
@@ -367,8 +394,8 @@ for delay in (0, 1, 3, 7, 15):
 
 # %% [markdown]
 # With four stages, the first one can take less than a quarter of the step, with momentum less than a hundredth. With 16
-# stages it is worse again. And rank r keeps R - r versions of its weights, which are among the largest things that it
-# holds. DeepSeek, like everybody else at that size, drains the pipe and fills the bubble.
+# stages it is worse again. And of R ranks, rank r keeps R - r versions of its weights, which are among the largest
+# things that it holds. DeepSeek, like everybody else at that size, drains the pipe and fills the bubble.
 #
 # ## 5 · What the articles say
 
@@ -411,11 +438,14 @@ print(f"with 16 layers and the head, the last stage takes {1 + head / layer / 16
 
 # %% tags=["nbval-check-output"]
 compare(16, 64)
+for name, chunks in (("1f1b", 1), ("dualpipe_v", 2)):
+    bubble = simulate(build_schedule(name, 16, 120, chunks)).bubble_rate
+    print(f"with 120 micro-batches, {name}: {bubble:.1%}")
 
 # %% [markdown]
-# With 120, 1F1B's bubble would be 11%. DualPipe halves it and more, but was chosen for what it hides besides. The real
-# things to read: DeepSeek's `DualPipe` repository (`dualpipev.py`, whose eight phases are those of our `dualpipe_v`),
-# the `schedules.py` of `torch.distributed.pipelining`, where a schedule is a list of actions too, and Megatron-LM's
+# DualPipe's is less than half of 1F1B's, but it was chosen for what it hides besides. The real things to read:
+# DeepSeek's `DualPipe` repository (`dualpipev.py`, whose eight phases are those of our `dualpipe_v`), the
+# `schedules.py` of `torch.distributed.pipelining`, where a schedule is a list of actions too, and Megatron-LM's
 # `schedules.py`, where it is a program. The tests of this package compare our orders with PyTorch's, and our simulator
 # with the tables of the zero-bubble paper, to four digits.
 #

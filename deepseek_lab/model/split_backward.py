@@ -72,7 +72,13 @@ def deferred(*weights: Tensor) -> WeightParts | None:
 
 
 class DeferrableLinear(torch.autograd.Function):
-    """y = x wᵀ, whose backward can leave the gradient of w for later."""
+    """y = x wᵀ, whose backward can leave the gradient of w for later.
+
+    x is (…, D) with any number of dimensions before the last, w_FD (F, D), y (…, F); dw is a sum over all rows.  What
+    needs no gradient gets no work, and a w that needs none is not put off either: see `ctx.needs_input_grad`.
+    Backward reads x from `ctx.saved_tensors`.  Nothing but x and w is kept, neither as a copy nor beside them; only
+    w may be an attribute of ctx as well, for the gradient must go to the parameter itself.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, w_FD: Tensor) -> Tensor:

@@ -65,9 +65,10 @@ def train_pipedream(
 class StashedWeights:
     """One stage's weights, and the older versions that micro-batches on their way still need.
 
-    A version is a dictionary of tensors and never changes: an update makes a new one, `newest`.  `met[m]` is the
-    version that micro-batch m met in its forward, for as long as m is on its way.  Backward leaves its gradients on
-    the tensors of that version, which several micro-batches may share.  The tensors that were given stay as they are.
+    A version is a dictionary of tensors that require a gradient, and never changes: an update makes a new one,
+    `newest`.  The first is a copy: the tensors that were given stay as they are.  `met`, a dictionary, has for each
+    micro-batch m on its way the version that it met in its forward.  Backward leaves its gradients on the tensors of
+    that version, which several micro-batches may share.  No version is kept that no micro-batch needs any more.
     """
 
     def __init__(self, weights):
@@ -82,7 +83,7 @@ class StashedWeights:
     def update(self, m, lr):
         """After the backward of `m`: one step of SGD from the newest version, by the gradients left on m's own.
 
-        `m` is then no longer on its way, and its gradients are gone.
+        `m` is then no longer on its way, and the `.grad` of its version is None again.  Any m may be the next.
         """
         met = self.met.pop(m)
         with torch.no_grad():

@@ -140,9 +140,9 @@ def gpipe(rank: int, ranks: int, micro_batches: int) -> Iterable[Action]:
 def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterable[Action]:
     """The order of `rank`: forwards until its first backward can come, then one forward, one backward, in turn.
 
-    The last rank can begin backward at once, the one before it one micro-batch later, and so on.  So rank r never
-    keeps the activations of more than ranks - r micro-batches, however many there are.  All ranks do all forwards and
-    backwards in the order of the micro-batches (PipeDream-flush, arXiv 2104.04473, section 2.2.1).
+    The last rank can begin backward at once, the one before it one micro-batch later, and so on.  So what a rank keeps
+    does not grow with the number of micro-batches.  In turn means: a forward, as long as any is left, then a backward.
+    All ranks do both in the order of the micro-batches (PipeDream-flush, arXiv 2104.04473, section 2.2.1).
     """
     ahead = min(ranks - rank - 1, micro_batches)
     for m in range(ahead):
@@ -384,8 +384,8 @@ def peak_activations(actions: Iterable[Action]) -> int:
     """The most forwards whose activations a rank holds at once, if it carries out `actions` in this order.
 
     A forward F leaves its activations behind.  A backward B lets go of them; where backward is split, its last part
-    W does.  All else, messages too, changes nothing.  `action.steps()` gives the parts of an OVERLAP one by one, and
-    any other action as itself.
+    W does.  All else, messages too, changes nothing.  `actions` may be a list, or be yielded.  `action.steps()` gives
+    the parts of an OVERLAP one by one, and any other action as itself.
     """
     kept = most = 0
     for action in actions:

@@ -756,6 +756,29 @@ def symptoms(lists: list[list[Action]], timeout: float = 1.5) -> str:
     return f"done: {counts} messages"
 
 
+def change_places(lists: list[list[Action]], rank: int, one: str, other: str) -> list[list[Action]]:
+    """New lists, in which two actions of `rank`, named as they are printed, have changed places.
+
+    Raises ValueError, with the names there are, for an action that the rank does not have.
+    """
+    names = [str(action) for action in lists[rank]]
+    if missing := {one, other} - set(names):
+        raise ValueError(f"rank {rank} has no {', '.join(sorted(missing))}; it has: {', '.join(names)}")
+    i, j = names.index(one), names.index(other)
+    changed = list(lists[rank])
+    changed[i], changed[j] = changed[j], changed[i]
+    return [changed if r == rank else list(actions) for r, actions in enumerate(lists)]
+
+
+def what_rendezvous_says(schedule: Schedule, lists: list[list[Action]]) -> str:
+    """Whether these lists run where a send waits for its receiver, and if not, where each rank stands."""
+    try:
+        schedules.rendezvous(schedule, lists)
+    except ValueError as problem:
+        return str(problem)
+    return "no deadlock: every message meets its receiver, all work has its input"
+
+
 class Embed(nn.Module):
     """The last bytes of a text to one vector."""
 
@@ -821,9 +844,13 @@ HINTS = {
         "Rank 0 sends the activation of micro-batch 1. Where in its list does rank 1 receive it, and what does it do "
         "just before?",
         "Rank 1 first hands the gradient of micro-batch 0 back, to a rank that is not there to receive it: it is "
-        "sending. Both send, and nobody receives. Rank 1 must take the activation of micro-batch 1 before it sends "
-        "that gradient; `build_schedule(...).actions` does. Megatron-LM has operations that do both at once, such as "
-        "`send_backward_recv_forward`.",
+        "sending. Both send, and nobody receives. One of the two must receive first. Change that, and look where the "
+        "ranks stand then: the same happens once more, with the next micro-batch.",
+        "There are two such places, and in each either rank may give way, so four answers are right. First place: "
+        '`"SEND F1.0 1"` and `"RECV B0.0 1"` on rank 0, or `"SEND B0.0 0"` and `"RECV F1.0 0"` on rank 1. Second '
+        'place: `"SEND F2.0 1"` and `"RECV B1.0 1"` on rank 0, or `"SEND B1.0 0"` and `"RECV F2.0 0"` on rank 1. '
+        "`build_schedule(...).actions` lets rank 1 give way first, rank 0 then. Megatron-LM has operations that do "
+        "both at once, such as `send_backward_recv_forward`.",
     ),
 }
 
@@ -838,7 +865,7 @@ EXERCISES = (
         level="warm-up",
         minutes=5,
         hints=(
-            'The forward of micro-batch 3 is `Action("F", 3)`, its backward `Action("B", 3)`.',
+            'The forward of micro-batch 3 is `Action("F", 3)`, its backward `Action("B", 3)`. Does `rank` matter?',
             "In GPipe every rank does the same: first F of every micro-batch, then B of every micro-batch.",
         ),
     ),
@@ -850,9 +877,10 @@ EXERCISES = (
         level="warm-up",
         minutes=10,
         hints=(
-            "Go through the list and keep a count: up at each F, down when something is let go of. Return the highest "
-            "that it ever was.",
-            "F is plus one, B and W are minus one, all else is nothing. I is nothing: W still needs what F left.",
+            "Take F0 F1 B0 F2 B1 B2, and write below each action how many micro-batches are kept after it. Which of "
+            "these numbers is asked for? And what changes if B0 becomes I0 W0?",
+            "Keep a count: F is plus one, B and W are minus one, all else is nothing. I is nothing: W still needs what "
+            "F left.",
             "`for action in actions: for step in action.steps(): ...`, and look at the count after each step.",
         ),
     ),
@@ -863,9 +891,10 @@ EXERCISES = (
         grade=grade_one_f_one_b,
         minutes=20,
         hints=(
-            "Look at the last rank first: it can begin a backward right after its first forward. So it does F0 B0 F1 "
-            "B1 … and no forward runs ahead.",
-            "The rank before it has to wait one micro-batch longer, so one forward runs ahead: F0 | F1 B0 F2 B1 …. "
+            "Look at the last rank first: when can it do its first backward? Write its list for three micro-batches. "
+            "Then that of the rank before it: what is it doing when B0 comes back?",
+            "The last rank does F0 B0 F1 B1 …: no forward runs ahead. The rank before it has to wait one micro-batch"
+            " longer, so one forward runs ahead: F0 | F1 B0 F2 B1 …. "
             "On `rank` it is `ranks - rank - 1` of them, but never more than there are micro-batches.",
             "After `ahead` forwards: for each m, the forward of micro-batch m + ahead, if there is one, then the "
             "backward of m.",
@@ -879,8 +908,8 @@ EXERCISES = (
         level="stretch",
         minutes=25,
         hints=(
-            "y = x wᵀ. With dy, the gradient of y: dx = dy w, and dw = dyᵀ x, summed over all rows. Which of the two "
-            "does the stage before wait for?",
+            "Write an ordinary backward first, with both products, and let `check` see it. Which of the two does the "
+            "stage before wait for? Only that one has to be done at once.",
             "Put the product dyᵀ x into a function without arguments, that returns a tuple with one gradient. "
             "`parts = deferred(weight)` is None in an ordinary backward; if not, `parts.put([weight], that_function)`, "
             "and return None for the gradient of w.",
@@ -897,9 +926,11 @@ EXERCISES = (
         grade=grade_zero_bubble,
         minutes=20,
         hints=(
-            "It is 1F1B in other words: after the forwards that run ahead, each turn has an I, perhaps a W, and a "
-            "forward if one is left.",
-            "Keep the numbers of the next forward and of the next weight part. In the turn of I number m, the next W "
+            "Write the order for four micro-batches, ahead=2, behind=1, by hand. How many turns are there? Which of "
+            "the "
+            "three kinds can be missing in a turn, and when?",
+            "There is a turn for each I: the I, perhaps a W, and a forward if one is left. Keep the numbers of the "
+            "next forward and of the next weight part. In the turn of I number m, the next W "
             "is due when `m - weight >= behind`.",
             "After the last turn, yield all weight parts that are left, in order.",
         ),
