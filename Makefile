@@ -38,7 +38,7 @@ test: check  ## everything: lint, types, drift, tests, all notebooks
 	@echo "Testing on $(WORKERS) workers: the package, then every notebook of solutions/ and notebooks/."
 	OMP_NUM_THREADS=1 python -m pytest -q -n $(WORKERS) --dist loadfile $(NBVAL) tests solutions notebooks
 
-parity: $(INSTALLED)  ## every three settings of a layout together, against the serial run (a quarter of an hour)
+parity: $(INSTALLED)  ## every three settings of a layout together, against the serial run (half an hour)
 	OMP_NUM_THREADS=1 python -m pytest -q -s -m parity_full tests/parity
 
 check: $(INSTALLED)  ## lint, types, and whether notebooks and sources agree

@@ -13,7 +13,7 @@ from deepseek_lab.viz import theme
 from deepseek_lab.viz.pipeline import draw_choice, draw_schedule, utilization
 
 cost_box(
-    minutes=0.5,
+    minutes=0.6,
     ranks=4,
     memory="about 0.5 GB",
     at_scale="the same schedules over NCCL; a stage computes where ours waits",

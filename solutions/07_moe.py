@@ -12,7 +12,7 @@ from deepseek_lab.viz import moe as draw
 from deepseek_lab.viz import theme
 
 cost_box(
-    minutes=0.5,
+    minutes=0.7,
     ranks=4,
     memory="about 0.5 GB",
     at_scale="the same decisions; experts live on different GPUs, which is chapter 08",

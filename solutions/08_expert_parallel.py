@@ -14,7 +14,7 @@ from deepseek_lab.viz import expert as draw
 from deepseek_lab.viz import theme
 
 cost_box(
-    minutes=0.4,
+    minutes=0.6,
     ranks=4,
     memory="about 0.5 GB; ranks share the memory that they were forked with",
     at_scale="the same messages over NCCL, 8 to 64 ranks; a token's row is 14 KB in bf16",

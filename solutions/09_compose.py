@@ -18,7 +18,7 @@ from deepseek_lab.viz import mesh as draw
 from deepseek_lab.viz import theme
 
 cost_box(
-    minutes=0.5,
+    minutes=0.6,
     ranks=8,
     memory="about 0.6 GB",
     at_scale="the same code over NCCL, one rank a GPU",
