@@ -296,7 +296,7 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path):
 
 
 BUSY = """
-    import os, time
+    import os, signal, time
     import torch
     from deepseek_lab.learn import run_ranks
     from deepseek_lab.parallel import collectives
@@ -309,6 +309,7 @@ BUSY = """
             collectives.recv(torch.empty(1), src=0)
         time.sleep(100)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     run_ranks(fn, 3, False, timeout=100)
 """
 
