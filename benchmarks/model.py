@@ -3,13 +3,13 @@
     python benchmarks/model.py [--rounds 5] [--threads 2] [--profile]
 
 Same weights, same batch, same optimizer (torch's fused AdamW), on the CPU.  The peers take turns, so that a drift of
-the machine's speed meets all of them; each round is a full step: forward, loss, backward, update.
+the machine's speed meets all of them; each round is a full step: forward, loss, backward, update.  How much of our own
+step is matmuls and attention bounds the ratio: no code around them can be faster than none.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import tempfile
 import time
@@ -23,6 +23,8 @@ CONFIG = DeepSeekConfig.preset(
     "small", num_hidden_layers=6, vocab_size=4096, hidden_size=256, n_routed_experts=16, num_experts_per_tok=4
 )
 BATCH, SEQ = 8, 256
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+MATMULS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", ATTENTION, f"{ATTENTION}_backward"}
 
 
 def step_of_ours(model: DeepSeekModel, ids: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
@@ -59,6 +61,15 @@ def contenders() -> dict[str, tuple[torch.nn.Module, Callable[..., float]]]:
     return found
 
 
+def share_of_matmuls(step: Callable[[], float]) -> float:
+    """The share of a step's time that is spent in matrix products and fused attention."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as run:
+        for _ in range(3):
+            step()
+    seconds = {event.key: event.self_cpu_time_total for event in run.key_averages()}
+    return sum(time for name, time in seconds.items() if name in MATMULS) / sum(seconds.values())
+
+
 def measure(rounds: int, autocast: bool) -> None:
     ids = torch.randint(0, CONFIG.vocab_size, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
     runs = {}
@@ -68,9 +79,8 @@ def measure(rounds: int, autocast: bool) -> None:
     losses: dict[str, float] = {}
     for round_ in range(rounds + 1):
         for name, (model, step, optimizer) in runs.items():
-            narrow = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
             start = time.perf_counter()
-            with narrow:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 losses[name] = step(model, ids, optimizer)
             if round_:  # the first is a warm-up
                 times[name].append(time.perf_counter() - start)
@@ -84,6 +94,11 @@ def measure(rounds: int, autocast: bool) -> None:
     print(
         f"  ratio to the faster peer: median {statistics.median(ratios):.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}"
     )
+    model, step, optimizer = runs["deepseek_lab"]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        share = share_of_matmuls(lambda: step(model, ids, optimizer))
+    bound = statistics.median(ratios) / share
+    print(f"  matmuls and attention are {share:.0%} of our step: with all else free the ratio would be {bound:.2f}")
 
 
 def profile() -> None:

@@ -145,7 +145,9 @@ for name, settings in (("as listed", {}), ("ZeRO-1", {"zero_stage": 1}), ("recom
     print(f"{name:14} state {state:5.1f} GB, activations {activations:5.1f} GB, together {state + activations:5.1f} GB")
 
 # %% [markdown]
-# As listed it does not fit, and not because of the state. With ZeRO-1, or with recomputation, it does.
+# It fits, with ten gigabytes to spare, and activations take more than the state. So details decide: if the norms left
+# their backward to autograd, they would keep two fp32 copies of what they read, 13 GB more, and as listed it would not
+# fit. Neither would micro-batches of 8,192 tokens. Then ZeRO-1 or recomputation makes room.
 #
 # So why not tp 16, whose GPUs hold the least? tp adds up activations four times a layer: after attention and after the
 # feed-forward, in forward and in backward. Work waits for these sums, and nodes have eight GPUs. A layer of width D has

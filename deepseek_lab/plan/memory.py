@@ -27,6 +27,7 @@ STATE_BYTES: dict[str, tuple[int, int, int]] = {
     "fp64": (8, 8, 16),
 }
 ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "mixed": 2, "fp64": 8}
+RESIDUAL_BYTES = ACTIVATION_BYTES | {"bf16": 4}  # what blocks read and write: autocast narrows only what is multiplied
 REPLICATED = ("latents", "router", "norms")  # held whole by every tensor-parallel rank
 
 
@@ -179,32 +180,27 @@ def block_activations(
 ) -> float:
     """Bytes a token that one block keeps from forward to backward.
 
-    A norm keeps its input and its scaled input, in fp32 at least; a linear layer its input; attention queries, keys,
-    values (padded to the width of keys) and its output; SwiGLU gate, up, the switched gate and the product.
+    A norm and a linear layer keep their input; attention queries, keys, values (padded to the width of keys) and its
+    output; SwiGLU gate, up, the switched gate and the product.
     """
     s = tp if sequence_parallel else 1
     D, H, r, q = config.hidden_size, config.num_attention_heads / tp, config.kv_lora_rank, config.q_lora_rank
     p, qk = config.qk_rope_head_dim, config.qk_head_dim
     narrow = ACTIVATION_BYTES[precision]
-    wide, index = max(narrow, 4), 8
+    wide, index, residual = max(narrow, 4), 8, RESIDUAL_BYTES[precision] * D / s
     if recompute == "full":
-        return D / s * narrow
-
-    def norm(width: float) -> float:
-        return wide * (2 * width + 2)
-
-    attention = norm(D / s) + narrow * (D + H * config.v_head_dim)
-    attention += norm(r) + narrow * r + wide * p + (norm(q) + narrow * q if q else 0)
+        return residual
+    attention = residual + narrow * (D + H * config.v_head_dim + (2 * r + p) + 2 * (q or 0))
     if recompute == "selective":  # what goes into attention, of which the rotated parts are copies
         attention += narrow * (H * (qk + p) + p)
     else:
         attention += narrow * (4 * H * qk + (seq_len if document_mask else 0)) + wide * H
     if not config.is_moe(layer):
-        return attention + norm(D / s) + narrow * (D + 4 * config.intermediate_size / tp)
+        return attention + residual + narrow * (D + 4 * config.intermediate_size / tp)
     E, k, F = config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size / tp
     routing = wide * (E + k + 1) + index * k
     experts = k * (2 * narrow * F + 2 * index + narrow) + narrow * 4 * config.n_shared_experts * F
-    return attention + norm(D / s) + narrow * D + routing + experts
+    return attention + residual + narrow * D + routing + experts
 
 
 def head_activations(config: DeepSeekConfig, n_tokens: int, *, tp: int = 1, s: int = 1, precision: str = "fp32") -> int:
@@ -215,7 +211,7 @@ def head_activations(config: DeepSeekConfig, n_tokens: int, *, tp: int = 1, s: i
     """
     D, V, narrow = config.hidden_size, config.vocab_size, ACTIVATION_BYTES[precision]
     wide = max(narrow, 4)
-    kept = n_tokens * wide * (2 * D + 2) / s + n_tokens * narrow * D
+    kept = n_tokens * (RESIDUAL_BYTES[precision] * D / s + narrow * D)
     kept += 2 * wide * n_tokens * V / tp if tp > 1 else STATE_BYTES[precision][0] * V * D
     return round(kept)
 

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from deepseek_lab.model import DeepSeekConfig, DeepSeekModel
 from deepseek_lab.model.loss import ROWS, cross_entropy_sum
 from deepseek_lab.model.moe import GroupedSwiGLU
+from deepseek_lab.model.norm import RMSNorm, rms_norm
 
 SMALL = DeepSeekConfig.preset("tiny", num_hidden_layers=3, vocab_size=128, hidden_size=64)
 # Totals of arXiv 2405.04434 and 2412.19437, worked out to the last parameter; V3's with and without router biases.
@@ -69,6 +70,23 @@ def test_with_document_ids_a_packed_row_equals_its_documents_apart():
     packed = model(torch.cat((first, second), dim=1), doc_ids)
     torch.testing.assert_close(packed[:, :7], model(first), rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(packed[:, 7:], model(second), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+)
+def test_the_norms_written_out_gradients_are_those_of_autograd(dtype, tolerance):
+    norm = RMSNorm(16, eps=0.05).to(torch.promote_types(dtype, torch.float32))
+    torch.nn.init.normal_(norm.weight)
+    x, dy = torch.randn(2, 5, 16).to(dtype), torch.randn(2, 5, 16).to(dtype)
+    x[0, 0] = 0
+    inputs = x.requires_grad_(), norm.weight
+    exact_inputs = [t.detach().double().requires_grad_() for t in inputs]
+    got = torch.autograd.grad(norm(x), inputs, dy)
+    expected = torch.autograd.grad(rms_norm(*exact_inputs, eps=0.05), exact_inputs, dy.double())
+    for leaf, gradient, exact in zip(inputs, got, expected, strict=True):
+        assert (gradient.dtype, gradient.shape) == (leaf.dtype, leaf.shape)
+        assert (gradient.double() - exact).norm() < tolerance * exact.norm()
 
 
 def test_loss_sum_equals_the_loss_of_all_logits_at_once():
