@@ -675,8 +675,7 @@ BackwardOverTheWorld = _pair("BackwardOverTheWorld", backward=lambda g, _: reduc
 class KeepsX(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group = group
-        ctx.save_for_backward(x)
+        ctx.group, ctx.inputs = group, (x,)
         return all_gather_sequence(x, group)
 
     @staticmethod

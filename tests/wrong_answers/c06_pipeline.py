@@ -359,7 +359,7 @@ class NoTuple(DeferrableLinear):
 class KeptBeside(DeferrableLinear):
     @staticmethod
     def forward(ctx, x, w_FD):
-        ctx.x = x
+        ctx.inputs = [x]
         return DeferrableLinear.forward(ctx, x, w_FD)
 
 
@@ -519,6 +519,13 @@ class KeepsAllVersions(StashedWeights):
         return super().forward(m)
 
 
+class KeepsCopiesOfAllVersions(StashedWeights):
+    def forward(self, m):
+        copied = {name: w.detach().clone() for name, w in self.newest.items()}
+        self.past = {**getattr(self, "past", {}), m: copied}
+        return super().forward(m)
+
+
 class LetsGoOfTheOldest(StashedWeights):
     def update(self, m, lr):
         _step(self, min(self.met), lr)
@@ -655,5 +662,6 @@ WRONG = [
     Wrong("6.6", FirstTakesNoGradient, "the first version takes no gradient"),
     Wrong("6.6", MetIsAList, "`met` is no dictionary"),
     Wrong("6.6", KeepsAllVersions, "old versions are kept aside"),
+    Wrong("6.6", KeepsCopiesOfAllVersions, "copies of old versions are kept aside"),
     Wrong("6.6", LetsGoOfTheOldest, "it lets go of the oldest, not of m"),
 ]

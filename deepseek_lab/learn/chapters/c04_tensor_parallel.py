@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from deepseek_lab.learn.exercises import Exercise
 from deepseek_lab.learn.ranks import RankError, run_ranks
@@ -179,7 +180,7 @@ def _held_by_autograd(y):
     node = getattr(y, "grad_fn", None)
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return 0
-    return sum(t.nbytes for t in (*node.saved_tensors, *vars(node).values()) if isinstance(t, Tensor))
+    return sum(t.nbytes for t in (*node.saved_tensors, *tree_leaves(vars(node))) if isinstance(t, Tensor))
 
 
 Errors = Sequence[tuple[str, str, str]]  # (pattern of a rank's error, what it means, misconception)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deepseek_lab import slots
 from deepseek_lab.learn.chapters.c03_data_parallel import text_bytes
@@ -445,7 +446,7 @@ def _try_linear(cls, shape, n_out, x_grad=True, w_grad=True):
         y = cls.apply(x, weight)
     found["y"], found["saved"], found["copies"] = y.detach(), sum(saved), sum(copies)
     kept = vars(y.grad_fn).items() if y.grad_fn is not None else ()
-    found["beside"] = [name for name, v in kept if isinstance(v, torch.Tensor) and v is not weight]
+    found["beside"] = [name for name, v in kept if any(t is not weight for t in _tensors_in(v))]
     y.backward(dy.clone())
     found["whole"] = (x.grad, weight.grad)
     x.grad = weight.grad = None
@@ -463,6 +464,11 @@ def _try_linear(cls, shape, n_out, x_grad=True, w_grad=True):
             parts.run()
     found["matmuls W"], found["after W"] = count.n, (x.grad, weight.grad)
     return found
+
+
+def _tensors_in(value) -> list[torch.Tensor]:
+    """The value itself, or what lies in its lists and dictionaries."""
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 def _gap(label: str, asked: torch.Tensor, got: torch.Tensor | None) -> tuple:
@@ -572,9 +578,12 @@ def grade_stashed_weights(cls) -> Verdict:
     if any(not torch.equal(given[name], w) for name, w in start.items()):
         return wrong("The weights that were given have changed.", "it trains the caller's own tensors")
     met.clear()
-    if (n_alive := sum(version() is not None for version in made)) > 1:
-        rows = [("versions in memory when nothing is on its way any more", 1, n_alive)]
-        return wrong("Somebody still holds on to old versions.", "old versions are kept aside", rows)
+    n_alive = sum(version() is not None for version in made)
+    n_copies = len({t.data_ptr() for t in _tensors_in(getattr(weights, "__dict__", {}))}) / len(start)
+    for n, name in ((n_alive, "old versions are kept aside"), (n_copies, "copies of old versions are kept aside")):
+        if n > 1:
+            rows = [("versions in memory when nothing is on its way any more", 1, n)]
+            return wrong("Somebody still holds on to old versions.", name, rows)
     return _out_of_turn(cls, start) or _stash_on_ranks(cls)
 
 
