@@ -62,7 +62,8 @@ class Dispatch(torch.autograd.Function):
         """This rank's tokens (T, D), weights and experts (T, K); the same of those that arrive here: M instead of T.
 
         Experts are numbered from the first of the rank where the row goes; one that lives elsewhere has number
-        El = `route.here`, and weight 0.  Rows travel in the dtype of x; numbers arrive as int64.
+        El = `route.here`, and weight 0.  Rows travel in the dtype of x; numbers arrive as int64.  For backward nothing
+        is kept but where rows went.
         """
         ctx.route, (D, K) = route, (x_TD.shape[1], index_TK.shape[1])
         local_nK = route.local_numbers(index_TK)
@@ -87,7 +88,10 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y_MD, route):
-        """What this rank's experts made of the rows that arrived, (M, D); the sums for this rank's tokens, (T, D)."""
+        """What this rank's experts made of the rows that arrived, (M, D); the sums for this rank's tokens, (T, D).
+
+        For backward nothing is kept but where rows went.
+        """
         ctx.route = route
         return route.add_up(collectives.all_to_all(y_MD, route.received, route.sent, route.group))
 

@@ -200,6 +200,13 @@ class WeightsLearnNothing(OwnDispatch):
         return dx_TD, None, None, None
 
 
+class KeepsTokens(OwnDispatch):
+    @staticmethod
+    def forward(ctx, x_TD, weight_TK, index_TK, route):
+        ctx.inputs = (x_TD, weight_TK)
+        return OwnDispatch.forward(ctx, x_TD, weight_TK, index_TK, route)
+
+
 class AveragesGradients(OwnDispatch):
     @staticmethod
     def backward(ctx, dx_MD, dweight_MK, _):
@@ -398,6 +405,13 @@ class SendsNothingBack(OwnCombine):
     @staticmethod
     def backward(ctx, dy_TD):
         return OwnCombine.backward(ctx, dy_TD)[0] * 0, None
+
+
+class KeepsResults(OwnCombine):
+    @staticmethod
+    def forward(ctx, y_MD, route):
+        ctx.save_for_backward(y_MD)
+        return OwnCombine.forward(ctx, y_MD, route)
 
 
 class AveragesBack(OwnCombine):
@@ -680,6 +694,7 @@ WRONG = [
     Wrong("8.3", CountsStay, "in backward the counts do not change places"),
     Wrong("8.3", LastRowWins, "a token keeps only the gradient of its last row"),
     Wrong("8.3", WeightsLearnNothing, "the weights get no gradient: the router cannot learn"),
+    Wrong("8.3", KeepsTokens, "rows are kept for backward"),
     Wrong("8.3", AveragesGradients, "the gradients are divided by the number of ranks"),
     Wrong("8.3", KeepsGradients, "gradients stay where the tokens went"),
     Wrong("8.3", AllWeights, "weights of experts that live elsewhere travel too"),
@@ -704,6 +719,7 @@ WRONG = [
     Wrong("8.4", Mean, "a mean over a token's rows, not their sum"),
     Wrong("8.4", CombineCountsStay, "sent and received counts are mixed up"),
     Wrong("8.4", SendsNothingBack, "nothing is sent back"),
+    Wrong("8.4", KeepsResults, "rows are kept for backward"),
     Wrong("8.4", AveragesBack, "the gradients are divided by the number of ranks"),
     Wrong("8.4", CombineInDouble, "rows travel in a wider type"),
     Wrong("8.4", ReturnsDouble, "another dtype than the caller's"),

@@ -159,7 +159,7 @@ def _observe(call, make, settings):
         collectives.set_algorithm("ring" if setting.ring else "gloo")
         with wiretap() as forward:
             y = call(leaves, None if setting.n_ranks == R else pair, setting.split)
-        kept = _held_by_autograd(y)
+        kept = sum(t.nbytes for t in kept_for_backward(y))
         with wiretap() as backward:
             if isinstance(y, Tensor) and y.shape == case.c.shape and y.requires_grad:
                 elsewhere = (leaves[0] ** 2).sum() / 2 if setting.outside else 0
@@ -175,12 +175,12 @@ def _observe(call, make, settings):
     return seen
 
 
-def _held_by_autograd(y):
-    """Bytes that the autograd function which made `y` keeps for backward."""
+def kept_for_backward(y) -> list[Tensor]:
+    """The tensors that the autograd function which made `y` keeps: saved, on ctx, or in what is on ctx."""
     node = getattr(y, "grad_fn", None)
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
-        return 0
-    return sum(t.nbytes for t in (*node.saved_tensors, *tree_leaves(vars(node))) if isinstance(t, Tensor))
+        return []
+    return [t for t in (*node.saved_tensors, *tree_leaves(vars(node))) if isinstance(t, Tensor)]
 
 
 Errors = Sequence[tuple[str, str, str]]  # (pattern of a rank's error, what it means, misconception)
