@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 Row = tuple[str, Any, Any]  # label, expected, got
 
@@ -88,6 +89,19 @@ def _in_fp64(value: Any) -> torch.Tensor:
 def close(got: Any, expected: Any, tolerance: float = 1e-9) -> bool:
     """Whether two numbers, lists or tensors agree, norm-wise and relatively.  Numbers that equal pass any tolerance."""
     return distance(got, expected) <= tolerance
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The value itself, or what lies in its lists, tuples and dictionaries."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def kept_for_backward(y: Any) -> list[torch.Tensor]:
+    """What the `autograd.Function` that made `y` keeps: saved, or left on ctx; nothing where none made it."""
+    node = getattr(y, "grad_fn", None)
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return []
+    return tensors_in([*node.saved_tensors, vars(node)])
 
 
 def short(value: Any) -> str:

@@ -36,13 +36,20 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return NormWithGradient.apply(x, self.weight, self.eps)
+        if rms_norm is own_rms_norm:
+            return NormWithGradient.apply(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)  # a learner's fills the slot: autograd finds its gradient
+
+
+own_rms_norm = rms_norm
 
 
 class NormWithGradient(torch.autograd.Function):
-    """`rms_norm`, with the gradients written out: autograd takes three times as long over its many small steps.
+    """`rms_norm`, with its gradients written out: autograd takes three times as long over its many small steps.
 
-    With n = x / rms(x):  dw = sum of dy · n over the vectors,  dx = (w · dy - n · mean(w · dy · n)) / rms(x).
+    With s = 1 / sqrt(mean(x²) + eps):
+        dw = the sum of s · dy · x over the vectors
+        dx = s · w · dy - s³ · mean(w · dy · x) · x
     """
 
     @staticmethod
@@ -56,14 +63,9 @@ class NormWithGradient(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
         x_ND, dy_ND, w_D = x.to(wide).flatten(0, -2), dy.to(wide).flatten(0, -2), weight.to(wide)
-        scale_N = inverse_rms(x_ND, ctx.eps)
+        s_N = torch.rsqrt(torch.linalg.vector_norm(x_ND, dim=-1).square() / len(w_D) + ctx.eps)
         product_ND = dy_ND * x_ND
-        dw_D = scale_N @ product_ND
-        along_x_N = scale_N.pow(3) * (product_ND @ w_D) / -len(w_D)
-        dx_ND = (dy_ND * w_D).mul_(scale_N[:, None]).addcmul_(x_ND, along_x_N[:, None])
+        dw_D = s_N @ product_ND
+        along_x_N = s_N.pow(3) * (product_ND @ w_D) / len(w_D)
+        dx_ND = (dy_ND * w_D).mul_(s_N[:, None]).addcmul_(x_ND, along_x_N[:, None], value=-1)
         return dx_ND.view(x.shape).to(x.dtype), dw_D.to(weight.dtype), None
-
-
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x²) + eps) over the last dimension, (...)."""
-    return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1).square() / x.shape[-1] + eps)

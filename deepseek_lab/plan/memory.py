@@ -181,7 +181,8 @@ def block_activations(
     """Bytes a token that one block keeps from forward to backward.
 
     A norm and a linear layer keep their input; attention queries, keys, values (padded to the width of keys) and its
-    output; SwiGLU gate, up, the switched gate and the product.
+    output; SwiGLU gate, up, the switched gate and the product.  Layers that read the same norm keep one input together,
+    but for autocast, which narrows it for each of them again, and leaves it wide for the router.
     """
     s = tp if sequence_parallel else 1
     D, H, r, q = config.hidden_size, config.num_attention_heads / tp, config.kv_lora_rank, config.q_lora_rank
@@ -190,17 +191,22 @@ def block_activations(
     wide, index, residual = max(narrow, 4), 8, RESIDUAL_BYTES[precision] * D / s
     if recompute == "full":
         return residual
-    attention = residual + narrow * (D + H * config.v_head_dim + (2 * r + p) + 2 * (q or 0))
+    autocast = precision == "bf16"
+
+    def read_by(n_layers: int) -> float:
+        return narrow * D * (n_layers if autocast else 1)
+
+    attention = residual + read_by(2) + narrow * (H * config.v_head_dim + (2 * r + p) + 2 * (q or 0))
     if recompute == "selective":  # what goes into attention, of which the rotated parts are copies
         attention += narrow * (H * (qk + p) + p)
     else:
         attention += narrow * (4 * H * qk + (seq_len if document_mask else 0)) + wide * H
     if not config.is_moe(layer):
-        return attention + residual + narrow * (D + 4 * config.intermediate_size / tp)
+        return attention + residual + read_by(2) + narrow * 4 * config.intermediate_size / tp
     E, k, F = config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size / tp
-    routing = wide * (E + k + 1) + index * k
+    routing = wide * (E + k + 1 + D * autocast) + index * k
     experts = k * (2 * narrow * F + 2 * index + narrow) + narrow * 4 * config.n_shared_experts * F
-    return attention + residual + narrow * D + routing + experts
+    return attention + residual + read_by(3 if config.n_shared_experts else 1) + routing + experts
 
 
 def head_activations(config: DeepSeekConfig, n_tokens: int, *, tp: int = 1, s: int = 1, precision: str = "fp32") -> int:
@@ -211,7 +217,7 @@ def head_activations(config: DeepSeekConfig, n_tokens: int, *, tp: int = 1, s: i
     """
     D, V, narrow = config.hidden_size, config.vocab_size, ACTIVATION_BYTES[precision]
     wide = max(narrow, 4)
-    kept = n_tokens * (RESIDUAL_BYTES[precision] * D / s + narrow * D)
+    kept = n_tokens * RESIDUAL_BYTES[precision] * (D / s + D)
     kept += 2 * wide * n_tokens * V / tp if tp > 1 else STATE_BYTES[precision][0] * V * D
     return round(kept)
 

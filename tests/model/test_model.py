@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from deepseek_lab import slots
 from deepseek_lab.model import DeepSeekConfig, DeepSeekModel
 from deepseek_lab.model.loss import ROWS, cross_entropy_sum
 from deepseek_lab.model.moe import GroupedSwiGLU
@@ -87,6 +88,17 @@ def test_the_norms_written_out_gradients_are_those_of_autograd(dtype, tolerance)
     for leaf, gradient, exact in zip(inputs, got, expected, strict=True):
         assert (gradient.dtype, gradient.shape) == (leaf.dtype, leaf.shape)
         assert (gradient.double() - exact).norm() < tolerance * exact.norm()
+
+
+def test_a_norm_that_fills_the_slot_brings_its_own_gradient():
+    def centred(x, weight, eps):  # layer norm
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, None, eps)
+
+    norm, x, dy = RMSNorm(16), torch.randn(3, 16, requires_grad=True), torch.randn(3, 16)
+    with slots.filled({"deepseek_lab.model.norm.rms_norm": centred}):
+        got = torch.autograd.grad(norm(x), (x, norm.weight), dy)
+    expected = torch.autograd.grad(centred(x, norm.weight, norm.eps), (x, norm.weight), dy)
+    torch.testing.assert_close(got, expected)
 
 
 def test_loss_sum_equals_the_loss_of_all_logits_at_once():

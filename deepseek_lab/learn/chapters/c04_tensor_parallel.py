@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from deepseek_lab.learn.exercises import Exercise
 from deepseek_lab.learn.ranks import RankError, run_ranks
-from deepseek_lab.learn.verdict import Verdict, close, ok, wrong
+from deepseek_lab.learn.verdict import Verdict, close, kept_for_backward, ok, wrong
 from deepseek_lab.learn.wiretap import wiretap
 from deepseek_lab.model import DeepSeekConfig, DeepSeekModel, loss
 from deepseek_lab.parallel import collectives, data_parallel, tensor
@@ -173,14 +172,6 @@ def _observe(call, make, settings):
             "changed": [not torch.equal(leaf.detach(), a) for leaf, a in _both(leaves, case.arguments)],
         }
     return seen
-
-
-def kept_for_backward(y) -> list[Tensor]:
-    """The tensors that the autograd function which made `y` keeps: saved, on ctx, or in what is on ctx."""
-    node = getattr(y, "grad_fn", None)
-    if not isinstance(node, torch.autograd.function.BackwardCFunction):
-        return []
-    return [t for t in (*node.saved_tensors, *tree_leaves(vars(node))) if isinstance(t, Tensor)]
 
 
 Errors = Sequence[tuple[str, str, str]]  # (pattern of a rank's error, what it means, misconception)

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from deepseek_lab import slots
 from deepseek_lab.learn.chapters.c03_data_parallel import text_bytes
 from deepseek_lab.learn.exercises import Exercise
 from deepseek_lab.learn.ranks import RankTimeout, run_ranks
-from deepseek_lab.learn.verdict import Row, Verdict, close, distance, ok, wrong
+from deepseek_lab.learn.verdict import Row, Verdict, close, distance, ok, tensors_in, wrong
 from deepseek_lab.model import split_backward
 from deepseek_lab.parallel import collectives, pipedream
 from deepseek_lab.plan import schedules
@@ -446,7 +445,7 @@ def _try_linear(cls, shape, n_out, x_grad=True, w_grad=True):
         y = cls.apply(x, weight)
     found["y"], found["saved"], found["copies"] = y.detach(), sum(saved), sum(copies)
     kept = vars(y.grad_fn).items() if y.grad_fn is not None else ()
-    found["beside"] = [name for name, v in kept if any(t is not weight for t in _tensors_in(v))]
+    found["beside"] = [name for name, v in kept if any(t is not weight for t in tensors_in(v))]
     y.backward(dy.clone())
     found["whole"] = (x.grad, weight.grad)
     x.grad = weight.grad = None
@@ -464,11 +463,6 @@ def _try_linear(cls, shape, n_out, x_grad=True, w_grad=True):
             parts.run()
     found["matmuls W"], found["after W"] = count.n, (x.grad, weight.grad)
     return found
-
-
-def _tensors_in(value) -> list[torch.Tensor]:
-    """The value itself, or what lies in its lists and dictionaries."""
-    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 def _gap(label: str, asked: torch.Tensor, got: torch.Tensor | None) -> tuple:
@@ -579,7 +573,7 @@ def grade_stashed_weights(cls) -> Verdict:
         return wrong("The weights that were given have changed.", "it trains the caller's own tensors")
     met.clear()
     n_alive = sum(version() is not None for version in made)
-    n_copies = len({t.data_ptr() for t in _tensors_in(getattr(weights, "__dict__", {}))}) / len(start)
+    n_copies = len({t.data_ptr() for t in tensors_in(getattr(weights, "__dict__", {}))}) / len(start)
     for n, name in ((n_alive, "old versions are kept aside"), (n_copies, "copies of old versions are kept aside")):
         if n > 1:
             rows = [("versions in memory when nothing is on its way any more", 1, n)]

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from deepseek_lab.learn.chapters.c04_tensor_parallel import kept_for_backward
 from deepseek_lab.learn.exercises import Exercise
 from deepseek_lab.learn.ranks import RankError, RankTimeout, run_ranks
-from deepseek_lab.learn.verdict import Verdict, close, ok, wrong
+from deepseek_lab.learn.verdict import Verdict, close, kept_for_backward, ok, wrong
 from deepseek_lab.learn.wiretap import wiretap
 from deepseek_lab.model import DeepSeekConfig, DeepSeekModel, moe
 from deepseek_lab.parallel import collectives, expert
@@ -377,8 +376,8 @@ def _equal(a, b):
     return a is not None and a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
 
 
-def _numbers_kept(y):
-    """Bytes of real numbers kept for backward: no row is needed there, only where rows went."""
+def _row_bytes_kept(y):
+    """Bytes of rows, which are real numbers, kept for backward; where rows went is told in integers."""
     return sum(t.nbytes for t in kept_for_backward(y) if t.is_floating_point())
 
 
@@ -400,7 +399,7 @@ def _observe_dispatch(path):
             "dtype": x_MD.dtype == weight_MK.dtype == trip.x[me].dtype and local_MK.dtype == torch.int64,
             "as: weights of experts that live elsewhere travel too": _equal(weight_MK.detach(), unmasked),
             "as: experts are numbered as in the whole model": _equal(local_MK, trip.at(me, trip.index)),
-            "kept": _numbers_kept(x_MD),
+            "kept": _row_bytes_kept(x_MD),
             "forward": forward,
             "sent": sum(route.sent),
             "received": sum(route.received),
@@ -444,7 +443,7 @@ def _observe_combine(path):
             "as: a mean over a token's rows, not their sum": got.shape == expected.shape
             and close(got * rows[:, None], expected, 2e-2),
             "as: the sums are divided by the number of ranks": close(got * len(ranks), expected, 2e-2),
-            "kept": _numbers_kept(y_TD),
+            "kept": _row_bytes_kept(y_TD),
             "forward": forward,
             "sent": sum(route.received),
             "received": sum(route.sent),
@@ -517,12 +516,17 @@ def _spoiled(every, lead):
     return None
 
 
-def _costs(seen, columns, back_columns):
-    """A verdict on rows that are kept, or traffic that is not one all-to-all of the right bytes each way, or None."""
+def _keeps_rows(seen):
+    """A verdict on rows that are kept for backward; None if there are none."""
     kept = [(f"bytes of rows kept on rank {rank}", 0, s["world"]["kept"]) for rank, s in enumerate(seen)]
-    if any(n_bytes for _, _, n_bytes in kept):
-        summary = "The numbers are right, but backward needs no row of forward, only where they went."
-        return wrong(summary, "rows are kept for backward", kept)
+    if not any(n_bytes for _, _, n_bytes in kept):
+        return None
+    summary = "The numbers are right, but backward needs no row of forward, only where they went."
+    return wrong(summary, "rows are kept for backward", kept)
+
+
+def _traffic(seen, columns, back_columns):
+    """A verdict on traffic that is not one all-to-all of the right bytes each way; None where it is."""
     for setting, itemsize in (("world", 8), ("bf16", 2)):
         for way, rows, width in (("forward", "sent", columns), ("backward", "received", back_columns)):
             for rank, s in enumerate(s[setting] for s in seen):
@@ -575,7 +579,7 @@ def grade_dispatch(fn) -> Verdict:
             none = all(s["no dweight"] for s in every)
             name = "the weights get no gradient: the router cannot learn" if none else None
             return wrong(f"{lead}The gradient of the weights is not right.", name, rows)
-    if verdict := _costs(seen, D + 2 * K, D + K):
+    if verdict := _keeps_rows(seen) or _traffic(seen, D + 2 * K, D + K):
         return verdict
     s = seen[0]["world"]
     return ok(
@@ -601,7 +605,8 @@ def grade_combine(fn) -> Verdict:
         if rows := _difference_rows("gradients", [s["dy"] for s in every]):
             keys = ["as: nothing is sent back", "as: the gradients are divided by the number of ranks"]
             return wrong(f"{lead}The gradient is not right.", _known(seen, setting, keys), rows)
-    return _costs(seen, D, D) or ok("Sums at home, and gradients out again, each by one all-to-all.")
+    verdict = _keeps_rows(seen) or _traffic(seen, D, D)
+    return verdict or ok("Sums at home, and gradients out again, each by one all-to-all.")
 
 
 # --- 8.5 copies of busy experts -------------------------------------------------------------------------------
